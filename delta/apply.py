@@ -1,0 +1,328 @@
+"""Apply an update to live weights: all of it, proven, or nothing.
+
+States of a `Transaction`::
+
+    stage() --> STAGED --write()--> WRITTEN --commit()--> COMMITTED
+       |           |                   |
+       |           +----discard()------+---rollback()--> ROLLED_BACK
+       +--> error: nothing was written
+
+`stage` does all the checking: policy, base, the bits about to be overwritten (`old_sum`), each parameter's
+resulting fingerprint and the resulting state digest, all computed from the staged words before any write. What can
+still go wrong after it is the writing itself, which `write` reads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltacast.delta.bits import Words
+from deltacast.delta.errors import BaseError, CorruptionError, InputError, PatchError, TableError, VerificationError
+from deltacast.delta.fingerprint import add, box_positions, change_sums, format_sum, words_fingerprint
+from deltacast.delta.memory import WordMemory
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered
+from deltacast.delta.state import WeightState
+
+__all__ = ["Transaction", "TransactionState", "apply_update", "check_base"]
+
+
+class TransactionState(Enum):
+    """Where a transaction stands."""
+
+    STAGED = "staged"
+    WRITTEN = "written"
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled back"
+
+
+@dataclass(slots=True)
+class _Write:
+    """One parameter part's pending write: positions (None: every word), the new words, and the old ones."""
+
+    place: int
+    memory: WordMemory
+    positions: NDArray[np.int64] | None
+    new: Words
+    old: Words | None
+    fingerprint_change: int
+
+    @property
+    def undo_bytes(self) -> int:
+        return self.new.nbytes
+
+
+def check_base(state: WeightState, update: WeightUpdate) -> None:
+    """Raise unless an update was made for exactly this state.
+
+    Raises:
+        TableError: another parameter table, or one that the update changes.
+        BaseError: another version or digest (skipped version, replay, other lineage).
+    """
+    state.require_table(update.table_digest)
+    if update.removed or any(patch.base_meta is not None for patch in update.patches):
+        raise TableError(
+            "this update changes the parameter table, which live weights cannot do",
+            version=update.target_version,
+            hint="Load a new checkpoint, or apply it to files.",
+        )
+    if update.is_seed:
+        return
+    if update.base_version != state.version:
+        raise BaseError(
+            "wrong base version",
+            version=update.target_version,
+            expected=f"base {state.version}",
+            found=f"base {update.base_version}",
+        )
+    if update.base_digest != state.digest:
+        raise BaseError(
+            "wrong base digest", version=update.target_version, expected=state.digest, found=update.base_digest
+        )
+
+
+class Transaction:
+    """One update on its way into one state. Use `Transaction.stage`, then `write`, then `commit` or `rollback`."""
+
+    def __init__(
+        self, state: WeightState, update: WeightUpdate, writes: list[_Write], after: NDArray[np.uint64]
+    ) -> None:
+        self._owner = state
+        self._writes = writes
+        self._after = after
+        self._before = (state.version, state.fingerprints.copy(), state.audited_versions.copy())
+        self._num_written = 0
+        self.update = update
+        self.state = TransactionState.STAGED
+
+    @classmethod
+    def stage(cls, state: WeightState, update: WeightUpdate, *, undo_budget_bytes: int | None = None) -> Transaction:
+        """Check everything and compute the result, writing nothing.
+
+        Args:
+            state: the weights, which must be at the update's base.
+            update: patches in either form.
+            undo_budget_bytes: refuse if the overwritten words need more; None for no bound.
+
+        Raises:
+            TableError, PatchError, BaseError: it does not fit this state.
+            CorruptionError: the weights at hand are damaged; `parameter` names the first. Nothing was written.
+            VerificationError: applying it would not give the digest that it promises.
+            InputError: undo would exceed its budget.
+        """
+        check_base(state, update)
+        update.check_covers(state.table)
+        _check_parts(update)
+        undo_bytes = sum(patch.values.nbytes for patch in update.patches)
+        if undo_budget_bytes is not None and undo_bytes > undo_budget_bytes:
+            raise InputError(
+                "undo would exceed its budget",
+                version=update.target_version,
+                expected=f"at most {undo_budget_bytes} bytes",
+                found=f"{undo_bytes} bytes",
+            )
+        writes = _map(lambda patch: _stage_patch(state, update, patch), update.patches, state.threads)
+        after = _resulting_fingerprints(state, update, writes)
+        return cls(state, update, writes, after)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of overwritten words kept until the decision."""
+        return sum(write.undo_bytes for write in self._writes)
+
+    @property
+    def target_digest(self) -> str:
+        """The state digest that the staged words give; equals the update's."""
+        return self._owner.table.state_digest(self._after)
+
+    def write(self) -> None:
+        """Write all staged words, read them back, and move the running fingerprints and version.
+
+        Raises:
+            VerificationError: memory does not hold what was written (two parameters share it, or it is faulty).
+                Everything was rolled back first; so it is for any other exception.
+        """
+        assert self.state is TransactionState.STAGED, self.state
+        self.state = TransactionState.WRITTEN
+        try:
+            for write in self._writes:
+                if write.old is None:
+                    write.old = np.array(write.memory.read_all(), copy=True)
+                self._num_written += 1
+                _put(write, write.new)
+            for write in self._writes:
+                _read_back(write)
+        except BaseException:
+            self.rollback()
+            raise
+        state = self._owner
+        state.fingerprints[:] = self._after
+        state.version = self.update.target_version
+
+    def commit(self) -> None:
+        """Drop the undo log; the state is at the target version for good."""
+        assert self.state is TransactionState.WRITTEN, self.state
+        self._writes.clear()
+        self.state = TransactionState.COMMITTED
+
+    def rollback(self) -> None:
+        """Restore overwritten words, running fingerprints and version together. Audit afterwards."""
+        assert self.state in {TransactionState.STAGED, TransactionState.WRITTEN}, self.state
+        for write in reversed(self._writes[: self._num_written]):
+            assert write.old is not None
+            _put(write, write.old)
+        self._num_written = 0
+        version, fingerprints, audited = self._before
+        self._owner.version = version
+        self._owner.fingerprints[:] = fingerprints
+        self._owner.audited_versions[:] = audited
+        self._writes.clear()
+        self.state = TransactionState.ROLLED_BACK
+
+
+def apply_update(state: WeightState, update: WeightUpdate) -> None:
+    """Apply and commit an update on one state, all or nothing.
+
+    Raises:
+        As `Transaction.stage` and `Transaction.write`; the state is then what it was.
+    """
+    transaction = Transaction.stage(state, update)
+    transaction.write()
+    transaction.commit()
+
+
+def _check_parts(update: WeightUpdate) -> None:
+    by_name = sorted(update.patches, key=lambda patch: (patch.name, patch.part))
+    for name, group in groupby(by_name, key=lambda patch: patch.name):
+        parts = list(group)
+        if len(parts) == 1:
+            continue
+        boxes = [patch.box for patch in parts]
+        for i, a in enumerate(boxes):
+            for b in boxes[i + 1 :]:
+                if a is None or b is None or all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(a, b, strict=True)):
+                    raise PatchError("parts of a parameter overlap", parameter=name, found=f"{a} and {b}")
+
+
+def _stage_patch(state: WeightState, update: WeightUpdate, patch: SparseWeightPatch) -> _Write:
+    place = state.table.index(patch.name)
+    meta = state.table.metas[place]
+    if patch.meta != meta:
+        raise TableError(
+            "a patch has another dtype or shape",
+            parameter=patch.name,
+            expected=f"{meta.dtype}{list(meta.shape)}",
+            found=f"{patch.meta.dtype}{list(patch.meta.shape)}",
+        )
+    patch.check_indices()
+    memory = state.memories[place]
+    if patch.indices is None and patch.box is None:
+        change = patch.fingerprint_after - int(state.fingerprints[place])
+        if words_fingerprint(patch.values) != patch.fingerprint_after:
+            raise _bad_result(update, patch, words_fingerprint(patch.values))
+        return _Write(place, memory, None, patch.values, None, change)
+    positions = _positions(patch)
+    old = memory.read(positions)
+    if patch.form == "delta":
+        signed = meta.row.signed_magnitude
+        new = ordered(old, signed_magnitude=signed)
+        new = unordered(new + patch.values, signed_magnitude=signed)
+    else:
+        new = patch.values
+    old_sum, new_sum = change_sums(positions, old, new)
+    if not update.is_seed and patch.indices is not None:
+        _check_overwritten(state, patch, place, old_sum)
+    if patch.fingerprint_before is not None:
+        after = add(patch.fingerprint_before, new_sum - old_sum)
+        if after != patch.fingerprint_after:
+            raise _bad_result(update, patch, after)
+    return _Write(place, memory, positions, new, old, add(new_sum, -old_sum))
+
+
+def _positions(patch: SparseWeightPatch) -> NDArray[np.int64]:
+    if patch.indices is not None:
+        return patch.indices
+    assert patch.box is not None
+    runs = box_positions(patch.meta.shape, patch.box, patch.meta.row.words_per_element)
+    pieces = [np.arange(there, there + count, dtype=np.int64) for _, there, count in runs]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+def _check_overwritten(state: WeightState, patch: SparseWeightPatch, place: int, old_sum: int) -> None:
+    """Check the bits about to be overwritten: an incremental verdict proves nothing about a damaged base."""
+    if patch.old_sum == old_sum:
+        return
+    running = int(state.fingerprints[place])
+    found = state.memories[place].fingerprint()
+    if found != running:
+        raise CorruptionError(
+            "weights are damaged",
+            parameter=patch.name,
+            expected=format_sum(running),
+            found=format_sum(found),
+            hint="Repair it: have the trainer send this parameter whole.",
+        )
+    if patch.old_sum is not None:
+        raise VerificationError(
+            "the update was made against other bits",
+            parameter=patch.name,
+            expected=format_sum(patch.old_sum),
+            found=format_sum(old_sum),
+        )
+
+
+def _bad_result(update: WeightUpdate, patch: SparseWeightPatch, found: int) -> VerificationError:
+    return VerificationError(
+        "the patch does not give the fingerprint it promises",
+        parameter=patch.name,
+        version=update.target_version,
+        expected=format_sum(patch.fingerprint_after),
+        found=format_sum(found),
+    )
+
+
+def _resulting_fingerprints(state: WeightState, update: WeightUpdate, writes: Sequence[_Write]) -> NDArray[np.uint64]:
+    after = state.fingerprints.copy()
+    for write in writes:
+        after[write.place] = add(int(after[write.place]), write.fingerprint_change)
+    digest = state.table.state_digest(after)
+    if digest != update.target_digest:
+        raise VerificationError(
+            "the update does not give the digest it promises",
+            version=update.target_version,
+            expected=update.target_digest,
+            found=digest,
+        )
+    return after
+
+
+def _put(write: _Write, words: Words) -> None:
+    if write.positions is None:
+        write.memory.write_all(words)
+    else:
+        write.memory.write(write.positions, words)
+
+
+def _read_back(write: _Write) -> None:
+    found = write.memory.read_all() if write.positions is None else write.memory.read(write.positions)
+    if not np.array_equal(found, write.new):
+        raise VerificationError(
+            "memory does not hold what was written",
+            parameter=write.memory.name,
+            hint="Do two parameters share storage? Declare them as aliases.",
+        )
+
+
+def _map(
+    function: Callable[[SparseWeightPatch], _Write], items: Sequence[SparseWeightPatch], threads: int
+) -> list[_Write]:
+    if threads == 1 or len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,210 @@
+"""Bitwise difference of weights on the CPU: which words changed, and to what.
+
+Chunks of 256 Ki words stay in cache: `not_equal` into a preallocated mask, then its non-zero positions. numpy
+releases the GIL in both, so parameters (and ranges of large ones) run on threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacast.delta.bits import Words, numpy_words, words
+from deltacast.delta.errors import TableError
+from deltacast.delta.fingerprint import add, change_sums, words_fingerprint
+from deltacast.delta.memory import WordMemory
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
+from deltacast.delta.state import WeightState
+from deltacast.delta.table import ParamMeta
+
+__all__ = ["changed_positions", "dense_patch", "diff_parameter", "diff_state", "diff_words", "seed"]
+
+_CHUNK_WORDS = 1 << 18
+_DENSE_ABOVE = 15 / 16  # above this share a bitmap and the values cost what the whole parameter does
+
+
+def changed_positions(old: Words, new: Words) -> NDArray[np.int64]:
+    """Return the ascending positions at which two equally long flat word arrays differ in any bit."""
+    mask = np.empty(min(_CHUNK_WORDS, old.size), np.bool_)
+    found = []
+    for start in range(0, old.size, _CHUNK_WORDS):
+        part = slice(start, start + _CHUNK_WORDS)
+        differs = np.not_equal(old[part], new[part], out=mask[: min(_CHUNK_WORDS, old.size - start)])
+        positions = np.flatnonzero(differs)
+        positions += start
+        found.append(positions)
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def diff_words(meta: ParamMeta, old: Words, new: Words, before: int) -> SparseWeightPatch | None:
+    """Make the patch that turns `old` into `new`.
+
+    Args:
+        meta: the parameter.
+        old: flat words now held, `meta.num_words` of them.
+        new: flat words wanted.
+        before: fingerprint of `old`.
+
+    Returns:
+        An absolute patch with base values and sums, dense if nearly every word changed; None if no bit differs.
+    """
+    return _patch(meta, changed_positions(old, new), old, new, before)
+
+
+def diff_parameter(meta: ParamMeta, old: WordMemory, new: torch.Tensor, before: int) -> SparseWeightPatch | None:
+    """Make the patch from a live baseline tensor to a new tensor of the same dtype and shape, on their device.
+
+    The patch holds host memory of its own: the new tensor may be overwritten as soon as this returns.
+
+    Raises:
+        TableError: `new` has another dtype or shape than `meta`.
+    """
+    if new.dtype != old.tensor.dtype or new.shape != old.tensor.shape:
+        raise TableError(
+            "a tensor changed its dtype or shape",
+            parameter=meta.name,
+            expected=f"{old.tensor.dtype}{list(old.tensor.shape)}",
+            found=f"{new.dtype}{list(new.shape)}",
+        )
+    if old.tensor.device.type == "cpu":
+        return diff_words(meta, old.read_all(), numpy_words(new, name=meta.name), before)
+    return _device_diff(meta, old, new, before)
+
+
+def _device_diff(meta: ParamMeta, old: WordMemory, new: torch.Tensor, before: int) -> SparseWeightPatch | None:
+    """Compare on the device and bring only the changes to the host."""
+    old_flat = words(old.tensor, name=meta.name)
+    new_flat = words(new, name=meta.name).to(old_flat.device)
+    index = torch.nonzero(old_flat != new_flat).view(-1)
+    positions = index.cpu().numpy()
+    old_words = old_flat.index_select(0, index).cpu().numpy().view(meta.row.numpy_word)
+    new_words = new_flat.index_select(0, index).cpu().numpy().view(meta.row.numpy_word)
+    return _sparse(meta, positions, old_words, new_words, before)
+
+
+def _patch(
+    meta: ParamMeta, positions: NDArray[np.int64], old: Words, new: Words, before: int
+) -> SparseWeightPatch | None:
+    if positions.size > _DENSE_ABOVE * meta.num_words:
+        after = words_fingerprint(new)
+        return SparseWeightPatch(meta, None, new.copy(), after, fingerprint_before=before)
+    return _sparse(meta, positions, old.take(positions), new.take(positions), before)
+
+
+def _sparse(
+    meta: ParamMeta, positions: NDArray[np.int64], old: Words, new: Words, before: int
+) -> SparseWeightPatch | None:
+    if positions.size == 0:
+        return None
+    old_sum, new_sum = change_sums(positions, old, new)
+    return SparseWeightPatch(
+        meta,
+        positions,
+        new,
+        add(before, new_sum - old_sum),
+        base_values=old,
+        old_sum=old_sum,
+        fingerprint_before=before,
+    )
+
+
+def dense_patch(meta: ParamMeta, tensor: torch.Tensor, *, before: int | None = None) -> SparseWeightPatch:
+    """Make a patch that sends a whole parameter; the patch owns its memory."""
+    values = np.array(numpy_words(tensor, name=meta.name), copy=True)
+    return SparseWeightPatch(meta, None, values, words_fingerprint(values), fingerprint_before=before)
+
+
+def diff_state(
+    base: WeightState,
+    new: Iterable[tuple[ParamMeta, torch.Tensor]],
+    *,
+    run_id: str,
+    epoch: int = 0,
+    target_version: int | None = None,
+    optimizer_step: int | None = None,
+) -> WeightUpdate:
+    """Make the update from a baseline to new weights; reads both, writes neither.
+
+    Args:
+        base: the baseline, at a known version.
+        new: every parameter of the baseline's table, in table order or any other (deltacast.delta.sources.checked).
+        run_id: the lineage.
+        epoch: the writer's.
+        target_version: the new version; base + 1 by default.
+        optimizer_step: metadata.
+
+    Raises:
+        TableError: a parameter is missing, unknown, or changed its dtype or shape.
+    """
+    pairs = [(base.table.index(meta.name), tensor) for meta, tensor in new]
+    if sorted(place for place, _ in pairs) != list(range(len(base.table))):
+        missing = set(range(len(base.table))) - {place for place, _ in pairs}
+        name = base.table.metas[min(missing)].name if missing else None
+        raise TableError(
+            "the new weights are not the baseline's parameters",
+            parameter=name,
+            expected=f"{len(base.table)} parameters, each once",
+            found=len(pairs),
+        )
+    pairs.sort(key=lambda pair: pair[0])
+
+    def one(pair: tuple[int, torch.Tensor]) -> SparseWeightPatch | None:
+        place, tensor = pair
+        return diff_parameter(base.table.metas[place], base.memories[place], tensor, int(base.fingerprints[place]))
+
+    if base.threads == 1:
+        found = [one(pair) for pair in pairs]
+    else:
+        with ThreadPoolExecutor(base.threads) as pool:
+            found = list(pool.map(one, pairs))
+    patches = tuple(patch for patch in found if patch is not None)
+    fingerprints = base.fingerprints.copy()
+    for patch in patches:
+        fingerprints[base.table.index(patch.name)] = patch.fingerprint_after
+    version = 0 if base.version is None else base.version
+    return WeightUpdate(
+        run_id=run_id,
+        epoch=epoch,
+        base_version=version,
+        target_version=version + 1 if target_version is None else target_version,
+        base_digest=base.digest,
+        target_digest=base.table.state_digest(fingerprints),
+        table_digest=base.table.digest,
+        patches=patches,
+        optimizer_step=optimizer_step,
+        aliases=base.table.aliases,
+    )
+
+
+def seed(state: WeightState, *, run_id: str, epoch: int = 0, names: Iterable[str] | None = None) -> WeightUpdate:
+    """Make a dense update that gives a worker this state's weights.
+
+    Args:
+        state: where the bits come from, at a known version.
+        run_id: the lineage.
+        epoch: the writer's.
+        names: only these parameters (a repair: base and target are both the state's version); all by default
+            (a seed: needs no base).
+
+    Raises:
+        TableError: no such parameter.
+    """
+    metas = list(state.table) if names is None else [state.table[name] for name in sorted(set(names))]
+    patches = tuple(dense_patch(meta, state.memory(meta.name).tensor) for meta in metas)
+    version = 0 if state.version is None else state.version
+    repair = names is not None
+    return WeightUpdate(
+        run_id=run_id,
+        epoch=epoch,
+        base_version=version if repair else None,
+        target_version=version,
+        base_digest=state.digest if repair else None,
+        target_digest=state.digest,
+        table_digest=state.table.digest,
+        patches=patches,
+        aliases=state.table.aliases,
+    )

@@ -1,0 +1,166 @@
+"""A set of live weights with running fingerprints: a worker's model and the trainer's baseline alike.
+
+The running fingerprints say what the weights *should* hold; an audit rescans the bits and compares. Between the
+two, updates move the running values in O(changes) (delta/apply.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deltacast.delta.dtypes import dtype_of
+from deltacast.delta.errors import InputError, TableError
+from deltacast.delta.fingerprint import format_sum
+from deltacast.delta.memory import WordMemory
+from deltacast.delta.table import ParameterTable, ParamMeta
+
+__all__ = ["Damage", "WeightState", "rolling_slices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One parameter whose bits are not what the running fingerprint says.
+
+    Attributes:
+        parameter: its name.
+        expected: running fingerprint.
+        found: fingerprint of the bits that are there.
+    """
+
+    parameter: str
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: expected {format_sum(self.expected)}, found {format_sum(self.found)}"
+
+
+class WeightState:
+    """Live tensors under their names, with version and running fingerprints.
+
+    Not thread-safe; one owner. The tensors are the caller's and are written in place only by
+    `deltacast.delta.apply.Transaction`.
+
+    Args:
+        tensors: name -> tensor, each storage once.
+        aliases: alias -> name, of tied tensors.
+        version: the version the bits are; None while unknown (a worker before its first seed).
+        threads: for scans.
+
+    Raises:
+        DTypeError, InputError, TableError: a tensor cannot be addressed or written, or a bad name.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        version: int | None = None,
+        threads: int = 1,
+    ) -> None:
+        metas = [ParamMeta(name, dtype_of(t.dtype).name, tuple(t.shape)) for name, t in tensors.items()]
+        self.table = ParameterTable(metas, aliases)
+        self.memories = tuple(WordMemory(tensors[meta.name], name=meta.name) for meta in self.table)
+        self.version = version
+        self.threads = max(1, threads)
+        self.fingerprints = np.zeros(len(self.table), np.uint64)
+        self.audited_versions = np.full(len(self.table), -1 if version is None else version, np.int64)
+        self.rescan()
+
+    @property
+    def digest(self) -> str:
+        """State digest of the running fingerprints."""
+        return self.table.state_digest(self.fingerprints)
+
+    @property
+    def audited_through(self) -> int | None:
+        """The newest version at or before which every parameter's bits were rescanned; None if never."""
+        oldest = int(self.audited_versions.min()) if len(self.audited_versions) else self.version
+        return None if oldest is None or oldest < 0 else oldest
+
+    def memory(self, name: str) -> WordMemory:
+        """Return the memory of a parameter; aliases resolve.
+
+        Raises:
+            TableError: no such parameter.
+        """
+        return self.memories[self.table.index(name)]
+
+    def rescan(self) -> None:
+        """Set the running fingerprints from the bits that are there (bootstrap only: this trusts them)."""
+        self.fingerprints[:] = self._scan(range(len(self.table)))
+        self._mark_audited(range(len(self.table)))
+
+    def audit(self, names: Iterable[str] | None = None) -> list[Damage]:
+        """Rescan parameters (all by default) and return those whose bits differ from the running fingerprint.
+
+        Changes no weight and no fingerprint. O(bytes of the parameters scanned).
+
+        Raises:
+            TableError: no such parameter.
+        """
+        places = range(len(self.table)) if names is None else sorted({self.table.index(name) for name in names})
+        return self._audit_places(places)
+
+    def audit_rolling(self, step: int, of: int) -> list[Damage]:
+        """Rescan slice `step mod of` of the parameters, cut so that slices hold about equal bytes.
+
+        Raises:
+            InputError: `of` is not positive.
+        """
+        return self._audit_places(rolling_slices(self.table, of)[step % of])
+
+    def require_table(self, table_digest: str) -> None:
+        """Raise unless an update's parameter table is this state's.
+
+        Raises:
+            TableError: it is another one.
+        """
+        if table_digest != self.table.digest:
+            raise TableError("made for another parameter table", expected=self.table.digest, found=table_digest)
+
+    def _audit_places(self, places: Sequence[int]) -> list[Damage]:
+        found = self._scan(places)
+        damage = [
+            Damage(self.table.metas[i].name, int(self.fingerprints[i]), value)
+            for i, value in zip(places, found, strict=True)
+            if value != int(self.fingerprints[i])
+        ]
+        if not damage:
+            self._mark_audited(places)
+        return damage
+
+    def _mark_audited(self, places: Sequence[int]) -> None:
+        if self.version is not None:
+            self.audited_versions[list(places)] = self.version
+
+    def _scan(self, places: Sequence[int]) -> list[int]:
+        if self.threads == 1 or len(places) < 2:
+            return [self.memories[i].fingerprint() for i in places]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(lambda i: self.memories[i].fingerprint(), places))
+
+
+def rolling_slices(table: ParameterTable, of: int) -> list[list[int]]:
+    """Cut a table into `of` slices of about equal bytes: largest parameter first, into the lightest slice.
+
+    Deterministic, so that trainer and workers mean the same slice. Returns table places.
+
+    Raises:
+        InputError: `of` is not positive.
+    """
+    if of < 1:
+        raise InputError("a rolling audit needs a positive number of slices", expected="1 or more", found=of)
+    slices: list[list[int]] = [[] for _ in range(of)]
+    weights = [0] * of
+    for i in sorted(range(len(table)), key=lambda i: (-table.metas[i].nbytes, i)):
+        lightest = min(range(of), key=lambda s: (weights[s], s))
+        slices[lightest].append(i)
+        weights[lightest] += table.metas[i].nbytes
+    return [sorted(places) for places in slices]
