@@ -53,10 +53,6 @@ class _Write:
     old: Words | None
     fingerprint_change: int
 
-    @property
-    def undo_bytes(self) -> int:
-        return self.new.nbytes
-
 
 def check_base(state: WeightState, update: WeightUpdate) -> None:
     """Raise unless an update was made for exactly this state.
@@ -91,9 +87,10 @@ class Transaction:
     """One update on its way into one state. Use `Transaction.stage`, then `write`, then `commit` or `rollback`."""
 
     def __init__(
-        self, state: WeightState, update: WeightUpdate, writes: list[_Write], after: NDArray[np.uint64]
+        self, state: WeightState, update: WeightUpdate, writes: list[_Write], after: NDArray[np.uint64], *, undo: bool
     ) -> None:
         self._owner = state
+        self._undo = undo
         self._writes = writes
         self._after = after
         self._before = (state.version, state.fingerprints.copy(), state.audited_versions.copy())
@@ -102,12 +99,16 @@ class Transaction:
         self.state = TransactionState.STAGED
 
     @classmethod
-    def stage(cls, state: WeightState, update: WeightUpdate, *, undo_budget_bytes: int | None = None) -> Transaction:
+    def stage(
+        cls, state: WeightState, update: WeightUpdate, *, undo: bool = True, undo_budget_bytes: int | None = None
+    ) -> Transaction:
         """Check everything and compute the result, writing nothing.
 
         Args:
             state: the weights, which must be at the update's base.
             update: patches in either form.
+            undo: keep what dense patches overwrite. Without it (seeds: twice the model's memory) a rollback after
+                a dense write leaves the state without a version.
             undo_budget_bytes: refuse if the overwritten words need more; None for no bound.
 
         Raises:
@@ -119,7 +120,7 @@ class Transaction:
         check_base(state, update)
         update.check_covers(state.table)
         _check_parts(update)
-        undo_bytes = sum(patch.values.nbytes for patch in update.patches)
+        undo_bytes = sum(patch.values.nbytes for patch in update.patches if undo or not patch.is_dense)
         if undo_budget_bytes is not None and undo_bytes > undo_budget_bytes:
             raise InputError(
                 "undo would exceed its budget",
@@ -129,12 +130,12 @@ class Transaction:
             )
         writes = _map(lambda patch: _stage_patch(state, update, patch), update.patches, state.threads)
         after = _resulting_fingerprints(state, update, writes)
-        return cls(state, update, writes, after)
+        return cls(state, update, writes, after, undo=undo)
 
     @property
     def undo_bytes(self) -> int:
         """Bytes of overwritten words kept until the decision."""
-        return sum(write.undo_bytes for write in self._writes)
+        return sum(write.new.nbytes for write in self._writes if self._undo or write.positions is not None)
 
     @property
     def target_digest(self) -> str:
@@ -152,7 +153,7 @@ class Transaction:
         self.state = TransactionState.WRITTEN
         try:
             for write in self._writes:
-                if write.old is None:
+                if write.old is None and self._undo:
                     write.old = np.array(write.memory.read_all(), copy=True)
                 self._num_written += 1
                 _put(write, write.new)
@@ -172,16 +173,22 @@ class Transaction:
         self.state = TransactionState.COMMITTED
 
     def rollback(self) -> None:
-        """Restore overwritten words, running fingerprints and version together. Audit afterwards."""
+        """Restore overwritten words, running fingerprints and version together. Audit afterwards.
+
+        Where dense words were written without undo, the state is left without a version, its fingerprints rescanned.
+        """
         assert self.state in {TransactionState.STAGED, TransactionState.WRITTEN}, self.state
-        for write in reversed(self._writes[: self._num_written]):
-            assert write.old is not None
-            _put(write, write.old)
-        self._num_written = 0
+        written = self._writes[: self._num_written]
+        for write in reversed(written):
+            if write.old is not None:
+                _put(write, write.old)
         version, fingerprints, audited = self._before
         self._owner.version = version
         self._owner.fingerprints[:] = fingerprints
         self._owner.audited_versions[:] = audited
+        if any(write.old is None for write in written):
+            self._owner.forget()
+        self._num_written = 0
         self._writes.clear()
         self.state = TransactionState.ROLLED_BACK
 

@@ -6,8 +6,9 @@ releases the GIL in both, so parameters (and ranges of large ones) run on thread
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -140,27 +141,27 @@ def diff_state(
     Raises:
         TableError: a parameter is missing, unknown, or changed its dtype or shape.
     """
-    pairs = [(base.table.index(meta.name), tensor) for meta, tensor in new]
-    if sorted(place for place, _ in pairs) != list(range(len(base.table))):
-        missing = set(range(len(base.table))) - {place for place, _ in pairs}
-        name = base.table.metas[min(missing)].name if missing else None
-        raise TableError(
-            "the new weights are not the baseline's parameters",
-            parameter=name,
-            expected=f"{len(base.table)} parameters, each once",
-            found=len(pairs),
-        )
-    pairs.sort(key=lambda pair: pair[0])
+    seen: set[int] = set()
+
+    def places() -> Iterator[tuple[int, torch.Tensor]]:
+        for meta, tensor in new:
+            seen.add(base.table.index(meta.name))
+            yield base.table.index(meta.name), tensor
 
     def one(pair: tuple[int, torch.Tensor]) -> SparseWeightPatch | None:
         place, tensor = pair
         return diff_parameter(base.table.metas[place], base.memories[place], tensor, int(base.fingerprints[place]))
 
-    if base.threads == 1:
-        found = [one(pair) for pair in pairs]
-    else:
-        with ThreadPoolExecutor(base.threads) as pool:
-            found = list(pool.map(one, pairs))
+    found = list(_in_threads(one, places(), base.threads))
+    missing = next((meta.name for i, meta in enumerate(base.table) if i not in seen), None)
+    if missing is not None or len(found) != len(base.table):
+        raise TableError(
+            "the new weights are not the baseline's parameters, each once",
+            parameter=missing,
+            expected=len(base.table),
+            found=len(found),
+        )
+    found.sort(key=lambda patch: -1 if patch is None else base.table.index(patch.name))
     patches = tuple(patch for patch in found if patch is not None)
     fingerprints = base.fingerprints.copy()
     for patch in patches:
@@ -178,6 +179,25 @@ def diff_state(
         optimizer_step=optimizer_step,
         aliases=base.table.aliases,
     )
+
+
+def _in_threads(
+    function: Callable[[tuple[int, torch.Tensor]], SparseWeightPatch | None],
+    items: Iterator[tuple[int, torch.Tensor]],
+    threads: int,
+) -> Iterator[SparseWeightPatch | None]:
+    """Map in order with at most `threads` + 1 items taken and not yet done: a source may convert each on the way."""
+    if threads == 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[SparseWeightPatch | None]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def seed(state: WeightState, *, run_id: str, epoch: int = 0, names: Iterable[str] | None = None) -> WeightUpdate:

@@ -25,6 +25,8 @@ facts are attributes. `InputError` and `FormatError` always mean that no weight 
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AuthenticationError",
     "BaseError",
@@ -147,4 +149,10 @@ class ProtocolError(TransportError):
 
 
 class RoundAbortedError(DeltacastError, RuntimeError):
-    """A round ended in ABORT; the trainer and every live worker are at the base version."""
+    """A round ended in ABORT; the trainer and every live worker are at the base version.
+
+    Attributes:
+        report: the round's report, where there was one (`deltacast.engines.report.RoundReport`).
+    """
+
+    report: Any = None

@@ -95,6 +95,16 @@ class WeightState:
     def rescan(self) -> None:
         """Set the running fingerprints from the bits that are there (bootstrap only: this trusts them)."""
         self.fingerprints[:] = self._scan(range(len(self.table)))
+        self.mark_audited()
+
+    def forget(self) -> None:
+        """Drop the version: the bits are whatever they are. Rescans, so that the digest says what that is."""
+        self.version = None
+        self.audited_versions[:] = -1
+        self.rescan()
+
+    def mark_audited(self) -> None:
+        """Note that every parameter was just rescanned at the present version."""
         self._mark_audited(range(len(self.table)))
 
     def audit(self, names: Iterable[str] | None = None) -> list[Damage]:

@@ -1,0 +1,291 @@
+"""What an engine is: the two halves, what they are told at init, and the client between them.
+
+The verbs are vLLM's. A trainer engine drives rounds (`send_weights`); a worker engine answers them
+(`receive_weights`); a client is how the lifecycle calls reach the workers. A user may replace four things: the
+source, the client, the trainer engine and the worker engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+from deltacast.delta.errors import InputError
+from deltacast.delta.sources import WeightSource
+from deltacast.engines.report import RoundReport, WorkerReport
+from deltacast.store.baseline import Placement
+
+__all__ = [
+    "AuditPolicy",
+    "Client",
+    "ServingStatus",
+    "TrainerEngine",
+    "TrainerInitInfo",
+    "WorkerEngine",
+    "WorkerInitInfo",
+    "WorkerStatus",
+]
+
+AuditPolicy: TypeAlias = int | Literal["full", "off"]
+"""How much a worker rescans in each round: 1/N of the bytes, everything, or nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInitInfo:
+    """What a trainer engine needs to know.
+
+    Attributes:
+        num_workers: workers to wait for at init; later ones are admitted between rounds.
+        host: the interface that control, rendezvous and payload bind to.
+        port: of the control connection; 0 for any free one.
+        secret: hex, at least 16 bytes; a fresh one by default. Workers get it in their init info.
+        device: `cpu` (Gloo) or `cuda:N` (NCCL) for the payload.
+        placement: where the baseline lives.
+        run_id: the lineage; a fresh one by default.
+        epoch: this writer's number in the lineage; workers refuse lower ones than they have seen.
+        version: the version that the source's weights are at init.
+        timeout_s: for each phase of a round.
+        decision_timeout_s: how long a worker that has voted waits before it rolls back and calls itself stale.
+        audit: how much a worker rescans in each round.
+        values: the form of the values on the wire (docs/format.md).
+        threads: for diff, encode and scans.
+
+    Raises:
+        InputError: a number out of range, or a secret that is not hex or too short.
+    """
+
+    num_workers: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    device: str = "cpu"
+    placement: Placement = "cpu"
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    epoch: int = 0
+    version: int = 0
+    timeout_s: float = 60.0
+    decision_timeout_s: float = 120.0
+    audit: AuditPolicy = 16
+    values: Literal["auto", "delta", "absolute"] = "auto"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.threads < 1 or not 0 <= self.port < 65536:
+            raise InputError("num_workers, threads or port out of range", found=self)
+        if min(self.timeout_s, self.decision_timeout_s) <= 0:
+            raise InputError("timeouts must be positive", found=f"{self.timeout_s} s, {self.decision_timeout_s} s")
+        _check_audit(self.audit)
+        _check_secret(self.secret)
+
+    def for_workers(self, host: str, port: int) -> WorkerInitInfo:
+        """Return what the workers of this trainer are told."""
+        return WorkerInitInfo(
+            host=host,
+            port=port,
+            secret=self.secret,
+            run_id=self.run_id,
+            timeout_s=self.timeout_s,
+            decision_timeout_s=self.decision_timeout_s,
+            audit=self.audit,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInitInfo:
+    """What a worker engine needs to know; a plain dict on the way (`as_dict`, `from_dict`).
+
+    Attributes:
+        host: where the trainer listens.
+        port: likewise.
+        secret: the run's, hex. Keep it off logs and public networks.
+        run_id: the lineage.
+        timeout_s: for each phase of a round.
+        decision_timeout_s: how long to wait for a decision before rolling back.
+        audit: how much to rescan in each round.
+        idle_timeout_s: how long to wait for the next round, or to be admitted.
+
+    Raises:
+        InputError: a bad secret, timeout or audit policy.
+    """
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
+    run_id: str
+    timeout_s: float = 60.0
+    decision_timeout_s: float = 120.0
+    audit: AuditPolicy = 16
+    idle_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _check_audit(self.audit)
+        _check_secret(self.secret)
+        if min(self.timeout_s, self.decision_timeout_s, self.idle_timeout_s) <= 0:
+            raise InputError("timeouts must be positive", found=self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready values, for a client."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `as_dict` wrote; unknown keys are ignored.
+
+        Raises:
+            InputError: a key is missing or a value is bad.
+        """
+        known = {item.name for item in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in values.items() if key in known})
+        except TypeError as err:
+            raise InputError(f"bad worker init info: {err}") from err
+
+
+@runtime_checkable
+class Client(Protocol):
+    """How the lifecycle calls reach the workers: HTTP, Ray, pipes, or this process.
+
+    Four methods, vLLM's, and no results: verdicts travel on the control connections, so that any way to make a call
+    will do. Each call goes to all workers. `init_transfer_engine` and `update_weights` may return before the workers
+    are done with it, or block until they are; the trainer runs them on a thread of their own.
+    """
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have every worker call `WorkerEngine.init_transfer_engine(init_info)`."""
+
+    def start_weight_update(self) -> None:
+        """Have every worker call `WorkerEngine.start_weight_update()`."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Have every worker call `WorkerEngine.receive_weights(update_info)`."""
+
+    def finish_weight_update(self) -> None:
+        """Have every worker call `WorkerEngine.finish_weight_update()`."""
+
+
+class TrainerEngine(ABC):
+    """The trainer's half. One thread calls it."""
+
+    @classmethod
+    @abstractmethod
+    def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
+        """Take the source's weights as the baseline and bring every worker to it. Blocks.
+
+        Args:
+            init_info: addresses, timeouts, policies.
+            source: the trainer's weights; read now and at every `send_weights`.
+            client: how workers are reached.
+
+        Raises:
+            TransportError: a worker did not come, or went, in time.
+            TableError: a worker has other parameters. Nothing was written anywhere.
+        """
+
+    @abstractmethod
+    def send_weights(self, *, optimizer_step: int | None = None) -> RoundReport:
+        """Publish the source's present weights as the next version, to every worker or to none. Blocks.
+
+        Args:
+            optimizer_step: metadata.
+
+        Raises:
+            RoundAbortedError: the round ended in ABORT; everybody alive is at the base version. `report` tells.
+            TransportError: no worker is left, or the control or payload layer failed before a round began.
+            InputError: the source broke its contract or changed its parameters. Nothing was sent.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Close every connection, group and thread; may be called twice. Workers keep their weights."""
+
+
+class WorkerEngine(ABC):
+    """A worker's half. One thread calls it; between calls the weights do not change."""
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: WorkerInitInfo | Mapping[str, Any]) -> None:
+        """Join the trainer's run and catch up to its version. Blocks until admitted.
+
+        Raises:
+            TransportError: no trainer there, wrong secret, or no admission in time.
+            StateError: the trainer refused this worker; `message` says why. Nothing was written.
+        """
+
+    def start_weight_update(self) -> None:  # noqa: B027 - optional hook of the lifecycle
+        """Prepare for an update (pause generation, say). Optional."""
+
+    @abstractmethod
+    def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:
+        """Answer the trainer until its present `send_weights` is over. Blocks.
+
+        Returns:
+            What this worker serves now, and whether the update was committed.
+
+        Raises:
+            TransportError: the trainer is gone. The weights are those of the last committed version; the status
+                is `stale`.
+        """
+
+    def finish_weight_update(self) -> None:  # noqa: B027 - optional hook of the lifecycle
+        """Resume after an update. Optional."""
+
+    @property
+    @abstractmethod
+    def status(self) -> WorkerStatus:
+        """What this worker serves and how sure it is."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Close every connection, group and thread; may be called twice. The weights stay."""
+
+
+class ServingStatus(Enum):
+    """What a worker may serve.
+
+    EMPTY: nothing; its weights are unknown or half seeded. SERVING: one whole published version. STALE: likewise,
+    but the trainer is out of reach. LOST: nothing; a collective did not end, so its memory may still change.
+    """
+
+    EMPTY = "empty"
+    SERVING = "serving"
+    STALE = "stale"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker's present label.
+
+    Attributes:
+        status: whether it may serve.
+        run_id: of the version below; empty before the first commit.
+        version: the version it serves; None if none.
+        digest: its state digest.
+        audited_through: the newest version through which every parameter was rescanned; None if never.
+        last_error: the last failure, or empty.
+    """
+
+    status: ServingStatus
+    run_id: str
+    version: int | None
+    digest: str
+    audited_through: int | None
+    last_error: str = ""
+
+
+def _check_audit(audit: object) -> None:
+    if audit not in ("full", "off") and (type(audit) is not int or audit < 1):
+        raise InputError("bad audit policy", expected="'full', 'off' or a number of rounds >= 1", found=repr(audit))
+
+
+def _check_secret(secret: object) -> None:
+    try:
+        good = isinstance(secret, str) and len(bytes.fromhex(secret)) >= 16
+    except ValueError:
+        good = False
+    if not good:
+        raise InputError("bad secret", expected="at least 16 bytes in hex")

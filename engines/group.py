@@ -1,0 +1,175 @@
+"""The payload's process group: NCCL between GPUs, Gloo between CPUs, built by us and never the user's default one.
+
+Rank 0 is the trainer. A group belongs to one *generation*: after any failure it is closed and a new one is formed
+under the next number, without restarting a process. TCPStore serves rendezvous only.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from deltacast.delta.errors import TransportError
+from deltacast.engines.control import Deadline
+
+__all__ = ["PayloadGroup", "Rendezvous"]
+
+_PIECE_BYTES: Final = 64 << 20
+_WATCHDOG_FACTOR: Final = 10  # our abort must come before torch's watchdog, which would end the process
+
+
+class Rendezvous:
+    """The trainer's TCPStore, where the members of a generation find each other.
+
+    Args:
+        host: the interface to serve on.
+        world_size: the trainer and its workers.
+        timeout_s: for every member's calls.
+
+    Raises:
+        TransportError: it cannot be opened.
+    """
+
+    def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
+        try:
+            self.store = dist.TCPStore(
+                host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, ValueError) as err:
+            raise TransportError(f"cannot open a rendezvous on {host}: {err}") from err
+        self.host, self.port = host, int(self.store.port)
+
+
+class PayloadGroup:
+    """One generation's group. Every method runs on the same thread; collective ones on every rank.
+
+    Args:
+        store: the generation's rendezvous.
+        rank: 0 for the trainer.
+        world_size: the trainer and its workers.
+        generation: keeps the keys of generations apart.
+        device: `cpu` for Gloo, `cuda:N` for NCCL.
+        timeout_s: ours; a collective that takes longer has failed.
+        interface: this host's address that Gloo binds to; NCCL has its own variables for that.
+
+    Raises:
+        TransportError: the members did not meet in time.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        device: torch.device,
+        timeout_s: float,
+        interface: str,
+    ) -> None:
+        self.rank, self.world_size, self.device, self._interface = rank, world_size, device, interface
+        prefixed = dist.PrefixStore(f"deltacast/{generation}", store)
+        try:
+            self._backend = (
+                self._nccl(prefixed, timeout_s) if device.type == "cuda" else self._gloo(prefixed, timeout_s)
+            )
+            self._broadcast_piece(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)  # connects everybody
+        except RuntimeError as err:
+            raise TransportError(f"rank {rank} of {world_size} could not form generation {generation}: {err}") from err
+
+    @classmethod
+    def join(
+        cls,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        device: torch.device,
+        timeout_s: float,
+        interface: str,
+    ) -> PayloadGroup:
+        """Meet the others at the trainer's rendezvous (a worker's side); errors as the constructor."""
+        try:
+            store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        except (RuntimeError, ValueError) as err:
+            raise TransportError(f"cannot reach the rendezvous at {host}:{port}: {err}") from err
+        return cls(
+            store,
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            device=device,
+            timeout_s=timeout_s,
+            interface=interface,
+        )
+
+    def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> None:
+        """Send rank 0's bytes into everybody's buffer, in a few large pieces. Collective; blocks.
+
+        Args:
+            buffer: flat uint8 on the host, the same size everywhere; rank 0's is only read.
+            deadline: for all of it.
+
+        Raises:
+            DeadlineError: the deadline passed.
+            TransportError: a peer is gone. The group is unusable: close it.
+        """
+        try:
+            for start in range(0, buffer.numel(), _PIECE_BYTES):
+                piece = buffer[start : start + _PIECE_BYTES]
+                left_s = deadline.left_s("the payload group")
+                if self.device.type == "cpu":
+                    self._broadcast_piece(piece, left_s)
+                else:
+                    staged = piece.to(self.device)
+                    self._broadcast_piece(staged, left_s)
+                    piece.copy_(staged)
+        except RuntimeError as err:
+            # Without its traceback, which would keep the backend, and with it our connections, alive: closing
+            # them is what wakes peers that still wait for this rank.
+            cause = err.with_traceback(None)
+            self.abort()
+            if isinstance(err, TransportError):
+                raise cause from None
+            deadline.left_s("the payload group")
+            raise TransportError(f"the payload group broke: {cause}") from cause
+
+    def abort(self) -> None:
+        """Make running collectives fail, here and on peers that wait for this rank; unusable afterwards.
+
+        NCCL's communicator is aborted. Gloo has no abort that unblocks: closing our connections is what wakes
+        the others, and our own wait ends with its deadline at the latest.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None and self.device.type == "cuda":
+            backend.abort()
+
+    close = abort
+
+    def _broadcast_piece(self, piece: torch.Tensor, timeout_s: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout_s)
+        backend = self._backend
+        if backend is None:
+            raise TransportError("the payload group is closed")
+        backend.broadcast([piece], options).wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _gloo(self, store: dist.Store, timeout_s: float) -> dist.ProcessGroup | None:
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to choose the interface
+        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
+
+    def _nccl(self, store: dist.Store, timeout_s: float) -> dist.ProcessGroup | None:
+        torch.cuda.set_device(self.device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
+        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)

@@ -1,0 +1,339 @@
+"""The round protocol: its messages, its two state machines, and the write-once decision record.
+
+::
+
+    trainer   IDLE --propose--> PROPOSED --all ready--> SENDING --sent--> VOTING --decide--> DECIDED --settled--> IDLE
+                                    |                      |                 |                  ^
+                                    +----------------------+-----------------+----- decide -----+
+    worker    IDLE --propose--> READY --received--> RECEIVED --voted--> VOTED --decision--> IDLE
+                                  |                    |                                     ^
+                                  +--------------------+-------------- decision -------------+
+
+A worker acts on the trainer's decision only. COMMIT needs the target digest from every worker; anything else, and
+the first deadline that passes anywhere, makes the record ABORT. Messages are plain dataclasses sent as JSON; bulk
+(the update's rows) rides beside them as bytes. docs/protocol.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar, Final, TypeVar
+
+from deltacast.delta.errors import ProtocolError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Ack",
+    "Decision",
+    "DecisionLog",
+    "Finish",
+    "Form",
+    "Formed",
+    "Hello",
+    "Machine",
+    "Message",
+    "Propose",
+    "Ready",
+    "RoundKey",
+    "TRAINER_STEPS",
+    "TrainerState",
+    "Verdict",
+    "WORKER_STEPS",
+    "Welcome",
+    "WorkerState",
+    "decode_message",
+    "encode_message",
+    "expect",
+]
+
+PROTOCOL_VERSION: Final = 1
+
+
+class TrainerState(Enum):
+    """Where the trainer stands in a round."""
+
+    IDLE = "idle"
+    PROPOSED = "proposed"
+    SENDING = "sending"
+    VOTING = "voting"
+    DECIDED = "decided"
+
+
+class WorkerState(Enum):
+    """Where a worker stands in a round."""
+
+    IDLE = "idle"
+    READY = "ready"
+    RECEIVED = "received"
+    VOTED = "voted"
+
+
+TRAINER_STEPS: Final[Mapping[tuple[Enum, str], Enum]] = {
+    (TrainerState.IDLE, "propose"): TrainerState.PROPOSED,
+    (TrainerState.PROPOSED, "all ready"): TrainerState.SENDING,
+    (TrainerState.SENDING, "sent"): TrainerState.VOTING,
+    (TrainerState.PROPOSED, "decide"): TrainerState.DECIDED,
+    (TrainerState.SENDING, "decide"): TrainerState.DECIDED,
+    (TrainerState.VOTING, "decide"): TrainerState.DECIDED,
+    (TrainerState.DECIDED, "settled"): TrainerState.IDLE,
+}
+WORKER_STEPS: Final[Mapping[tuple[Enum, str], Enum]] = {
+    (WorkerState.IDLE, "propose"): WorkerState.READY,
+    (WorkerState.READY, "received"): WorkerState.RECEIVED,
+    (WorkerState.RECEIVED, "voted"): WorkerState.VOTED,
+    (WorkerState.READY, "decision"): WorkerState.IDLE,
+    (WorkerState.RECEIVED, "decision"): WorkerState.IDLE,
+    (WorkerState.VOTED, "decision"): WorkerState.IDLE,
+}
+
+
+class Machine:
+    """A state and the table of its legal steps."""
+
+    __slots__ = ("_steps", "state")
+
+    def __init__(self, steps: Mapping[tuple[Enum, str], Enum], start: Enum) -> None:
+        self._steps = steps
+        self.state = start
+
+    def step(self, event: str) -> None:
+        """Move on an event.
+
+        Raises:
+            ProtocolError: the event has no place in this state; the state stays.
+        """
+        after = self._steps.get((self.state, event))
+        if after is None:
+            raise ProtocolError(f"{event!r} has no place in state {self.state.value!r}")
+        self.state = after
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RoundKey:
+    """What a decision is recorded under: no two rounds of a run share one."""
+
+    epoch: int
+    generation: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What every message carries: which run and which round it belongs to."""
+
+    kind: ClassVar[str] = ""
+    run_id: str
+    key: RoundKey
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Worker: who I am and what I hold, by a fresh audit.
+
+    Attributes:
+        name: host and process, for messages.
+        version: the version I serve; -1 if none.
+        digest: state digest of the bits that are there.
+        table_digest: of my parameter table.
+        damaged: parameters whose bits are not what I last agreed to.
+    """
+
+    kind: ClassVar[str] = "hello"
+    name: str
+    version: int
+    digest: str
+    table_digest: str
+    damaged: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Trainer: how you will catch up with `version` (`leave`, `repair` or `seed`), and why; or `refuse`."""
+
+    kind: ClassVar[str] = "welcome"
+    action: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form(Message):
+    """Trainer: join the payload group of this generation."""
+
+    kind: ClassVar[str] = "form"
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formed(Message):
+    """Worker: I am in the group, or `error` says why not."""
+
+    kind: ClassVar[str] = "formed"
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Propose(Message):
+    """Trainer: the round's header (its rows ride beside it), before any payload.
+
+    Attributes:
+        receivers: ranks that apply it; the others drain the payload and vote with what they hold.
+        payload_bytes: what will be broadcast.
+        target_digest: what a COMMIT needs from everybody.
+    """
+
+    kind: ClassVar[str] = "propose"
+    base_version: int
+    target_version: int
+    target_digest: str
+    payload_bytes: int
+    receivers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """Worker: base, table, buffers and undo budget are in order, or `error` says what is not."""
+
+    kind: ClassVar[str] = "ready"
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Message):
+    """Worker: the digest I hold after applying; or what went wrong, with everything rolled back at the decision."""
+
+    kind: ClassVar[str] = "verdict"
+    digest: str
+    error: str = ""
+    damaged: list[str] = field(default_factory=list)
+    receive_s: float = 0.0
+    apply_s: float = 0.0
+    audit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Message):
+    """Trainer: the record."""
+
+    kind: ClassVar[str] = "decision"
+    commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Worker: I acted on the decision, and this is what I hold now."""
+
+    kind: ClassVar[str] = "ack"
+    version: int
+    digest: str
+    audited_through: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(Message):
+    """Trainer: this call of `send_weights` is over; `error` is empty if it published `version`."""
+
+    kind: ClassVar[str] = "finish"
+    version: int
+    error: str = ""
+
+
+_KINDS: Final[dict[str, type[Message]]] = {
+    cls.kind: cls for cls in (Hello, Welcome, Form, Formed, Propose, Ready, Verdict, Decision, Ack, Finish)
+}
+_PARSERS: Final[dict[str, type | tuple[type, type]]] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "float": float,
+    "list[str]": (list, str),
+    "list[int]": (list, int),
+}
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """Write a message as JSON, with the protocol's version."""
+    body = asdict(message)
+    return json.dumps({"protocol": PROTOCOL_VERSION, "kind": message.kind, **body}, separators=(",", ":")).encode()
+
+
+def decode_message(raw: bytes) -> Message:
+    """Read a message from a peer, checking version, kind, and every field's type.
+
+    Raises:
+        ProtocolError: another protocol version, an unknown kind, or a field of the wrong type.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as err:
+        raise ProtocolError("a message is not JSON") from err
+    if not isinstance(body, dict) or body.get("protocol") != PROTOCOL_VERSION:
+        found = body.get("protocol") if isinstance(body, dict) else type(body).__name__
+        raise ProtocolError(
+            "another protocol version", expected=PROTOCOL_VERSION, found=found, hint="Install one deltacast everywhere."
+        )
+    cls = _KINDS.get(str(body.get("kind")))
+    if cls is None:
+        raise ProtocolError("unknown message kind", found=repr(body.get("kind")))
+    values: dict[str, Any] = {"key": _round_key(body.get("key"))}
+    for item in fields(cls):
+        if item.name != "key":
+            values[item.name] = _checked(cls, item.name, str(item.type), body.get(item.name))
+    return cls(**values)
+
+
+def expect(message: Message, cls: type[AnyMessage]) -> AnyMessage:
+    """Return the message as `cls`.
+
+    Raises:
+        ProtocolError: it is of another kind.
+    """
+    if not isinstance(message, cls):
+        raise ProtocolError("a message out of turn", expected=cls.kind, found=message.kind)
+    return message
+
+
+def _round_key(value: object) -> RoundKey:
+    if not isinstance(value, dict) or not all(type(value.get(k)) is int for k in ("epoch", "generation", "round")):
+        raise ProtocolError("a message without its round", found=repr(value))
+    return RoundKey(value["epoch"], value["generation"], value["round"])
+
+
+def _checked(cls: type[Message], name: str, annotation: str, value: object) -> object:
+    wanted = _PARSERS[annotation]
+    if isinstance(wanted, tuple):
+        good = type(value) is list and all(type(item) is wanted[1] for item in value)
+    else:
+        good = type(value) is wanted or (wanted is float and type(value) is int)
+    if not good:
+        raise ProtocolError(f"bad field {name!r} of {cls.kind}", expected=annotation, found=repr(value)[:80])
+    return value
+
+
+class DecisionLog:
+    """The trainer's write-once record of decisions.
+
+    The first write wins and every later one returns it: a deadline that passes while the last verdict arrives
+    cannot make two different decisions.
+    """
+
+    __slots__ = ("_records",)
+
+    def __init__(self) -> None:
+        self._records: dict[RoundKey, bool] = {}
+
+    def decide(self, key: RoundKey, *, commit: bool) -> bool:
+        """Record a decision unless there is one; return the one on record."""
+        return self._records.setdefault(key, commit)
+
+    def lookup(self, key: RoundKey) -> bool | None:
+        """Return the decision on record, or None."""
+        return self._records.get(key)
