@@ -34,7 +34,7 @@ _WRAPPERS: Final = {
 }
 """Wrapper class -> attribute that holds the wrapped module. By class name, so that nothing is imported for it."""
 
-_WRAPPER_PARTS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PLAIN: Final = (torch.Tensor, nn.Parameter)
 _GATHER_HINT: Final = "Gather it first (DTensor.full_tensor, FSDP full state dict) and pass a StateDictSource."
 
@@ -264,8 +264,8 @@ class ModuleSource(_TorchSource):
 class StateDictSource(_TorchSource):
     """The weights of a state dict, in its order.
 
-    Parts of names that only torch's wrappers use (`_orig_mod.`, `_fsdp_wrapped_module.`,
-    `_checkpoint_wrapped_module.`) are stripped. `module.` may be honest: it is stripped only where `strip_prefix`
+    Parts of names that only torch's wrappers use (`_orig_mod`, `_fsdp_wrapped_module`,
+    `_checkpoint_wrapped_module`) are stripped. `module.` may be honest: it is stripped only where `strip_prefix`
     asks for it. Ties are found as in `ModuleSource` (`state_dict()` keeps storages shared). `not_covered` lists
     entries that are no tensors (`_extra_state`) and what `include` and `exclude` left out.
 
@@ -297,9 +297,7 @@ class StateDictSource(_TorchSource):
 
     def _walk(self, not_covered: list[str]) -> Iterator[_Found]:
         for key, value in self._state_dict.items():
-            name = key
-            for part in _WRAPPER_PARTS:
-                name = name.replace(part, "")
+            name = ".".join(part for part in key.split(".") if part not in _WRAPPER_PARTS)
             name = self._prefix + name.removeprefix(self._strip_prefix)
             if isinstance(value, torch.Tensor):
                 yield _Found(name, self._state_dict, key)

@@ -20,7 +20,16 @@ from deltacast.delta.dtypes import dtype_named, dtype_of
 from deltacast.delta.errors import DTypeError, InputError, TableError
 from deltacast.delta.table import ParameterTable, ParamMeta
 
-__all__ = ["KEPT_BY_DEFAULT", "ServingDType", "WeightSource", "checked", "matched", "matches_any", "table_of"]
+__all__ = [
+    "KEPT_BY_DEFAULT",
+    "ServingDType",
+    "VLLMSource",
+    "WeightSource",
+    "checked",
+    "matched",
+    "matches_any",
+    "table_of",
+]
 
 
 class WeightSource(Protocol):
@@ -107,6 +116,54 @@ def _check_tensor(meta: ParamMeta, tensor: torch.Tensor) -> None:
     if tensor.device.type == "meta":
         raise TableError("a source's tensor has no data", parameter=meta.name, found="a meta tensor",
                          hint="Materialise the module first.")  # fmt: skip
+
+
+class _VLLMMeta(Protocol):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _VLLMWeightSource(Protocol):
+    def metadata(self) -> Sequence[_VLLMMeta]: ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class VLLMSource:
+    """A vLLM trainer-side `WeightSource` (`metadata()` and `__iter__`) as one of ours; vLLM is not imported.
+
+    vLLM's sources know neither ties nor buffers, so `aliases` and `not_covered` are what the caller says.
+
+    Args:
+        source: anything with vLLM's two channels.
+        aliases: tied names that the source leaves out -> the name that it sends.
+        not_covered: what the model holds beyond that, by name.
+    """
+
+    def __init__(
+        self,
+        source: _VLLMWeightSource,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        not_covered: Iterable[str] = (),
+    ) -> None:
+        self._source = source
+        self.aliases: Mapping[str, str] = dict(aliases or {})
+        self.not_covered = tuple(not_covered)
+
+    def metas(self) -> list[ParamMeta]:
+        """List what `metadata()` lists.
+
+        Raises:
+            DTypeError: a dtype without addressable bits.
+        """
+        return [ParamMeta(m.name, dtype_of(m.dtype).name, tuple(m.shape)) for m in self._source.metadata()]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what iterating yields, detached; a collective if the source's iteration is one."""
+        for name, tensor in self._source:
+            yield name, tensor.detach()
 
 
 def table_of(source: WeightSource) -> ParameterTable:

@@ -7,6 +7,7 @@ parameters' names, dtypes and shapes need to travel only once. Byte layout: docs
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -172,6 +173,31 @@ class ParameterTable:
         state = xxhash.xxh3_128(self._digest)
         state.update(np.ascontiguousarray(fingerprints, dtype="<u8").tobytes())
         return f"xxh3_128:{state.hexdigest()}"
+
+    def to_json(self) -> bytes:
+        """Write the table for a peer: `[[name, dtype, shape], ...]` and the aliases."""
+        rows = [[meta.name, meta.dtype, meta.shape] for meta in self.metas]
+        return json.dumps({"parameters": rows, "aliases": self.aliases}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> ParameterTable:
+        """Read what `to_json` wrote, from a peer that is not trusted to be right.
+
+        Raises:
+            TableError: it is not a parameter table.
+            InputError, DTypeError: a parameter of it cannot be.
+        """
+        try:
+            body = json.loads(raw)
+            metas = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in body["parameters"]]
+            aliases = {str(alias): str(name) for alias, name in body["aliases"].items()}
+        except (KeyError, TypeError, AttributeError, RecursionError) as err:
+            raise TableError("not a parameter table") from err
+        except ValueError as err:
+            if isinstance(err, InputError):
+                raise
+            raise TableError("not a parameter table") from err
+        return cls(metas, aliases)
 
     def require_equal(self, other: ParameterTable, *, who: str) -> None:
         """Raise unless `other` lists the same parameters, naming the first that differs.

@@ -276,16 +276,22 @@ class Listener:
         self._sock.settimeout(0)
         self.host, self.port = host, int(self._sock.getsockname()[1])
 
-    def accept(self, deadline: Deadline) -> Channel:
+    def accept(self, deadline: Deadline, task: Task | None = None) -> Channel | None:
         """Wait for the next worker that proves it knows the secret; strangers are dropped.
+
+        Returns:
+            Its channel; None if `task` ended first.
 
         Raises:
             DeadlineError: none came in time.
         """
+        watched = [self._sock, *((task,) if task and not task.done else ())]
         while True:
-            readable, _, _ = select.select([self._sock], [], [], deadline.left_s("a worker"))
-            if readable and (channel := self.accept_waiting()) is not None:
+            readable, _, _ = select.select(watched, [], [], deadline.left_s("a worker"))
+            if self._sock in readable and (channel := self.accept_waiting()) is not None:
                 return channel
+            if task is not None and task in readable:
+                return None
 
     def accept_waiting(self) -> Channel | None:
         """Accept one connection that is already there; None if there is none, or it is a stranger's."""

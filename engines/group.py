@@ -7,10 +7,19 @@ under the next number, without restarting a process. TCPStore serves rendezvous 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+
+# The classes themselves: `torch.distributed` re-exports them without saying so to type checkers.
+from torch._C._distributed_c10d import (
+    Backend,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 from deltacast.delta.errors import TransportError
 from deltacast.engines.control import Deadline
@@ -35,7 +44,7 @@ class Rendezvous:
 
     def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
         try:
-            self.store = dist.TCPStore(
+            self.store = TCPStore(
                 host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
             )
         except (RuntimeError, ValueError) as err:
@@ -61,7 +70,7 @@ class PayloadGroup:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         *,
         rank: int,
         world_size: int,
@@ -71,9 +80,9 @@ class PayloadGroup:
         interface: str,
     ) -> None:
         self.rank, self.world_size, self.device, self._interface = rank, world_size, device, interface
-        prefixed = dist.PrefixStore(f"deltacast/{generation}", store)
+        prefixed = PrefixStore(f"deltacast/{generation}", store)
         try:
-            self._backend = (
+            self._backend: Any = (  # a Backend or None; torch's stubs leave out its collectives
                 self._nccl(prefixed, timeout_s) if device.type == "cuda" else self._gloo(prefixed, timeout_s)
             )
             self._broadcast_piece(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)  # connects everybody
@@ -95,7 +104,7 @@ class PayloadGroup:
     ) -> PayloadGroup:
         """Meet the others at the trainer's rendezvous (a worker's side); errors as the constructor."""
         try:
-            store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+            store = TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as err:
             raise TransportError(f"cannot reach the rendezvous at {host}:{port}: {err}") from err
         return cls(
@@ -152,7 +161,7 @@ class PayloadGroup:
     close = abort
 
     def _broadcast_piece(self, piece: torch.Tensor, timeout_s: float) -> None:
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
         backend = self._backend
@@ -162,14 +171,17 @@ class PayloadGroup:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _gloo(self, store: dist.Store, timeout_s: float) -> dist.ProcessGroup | None:
-        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to choose the interface
+    def _gloo(self, store: Store, timeout_s: float) -> Backend:
+        gloo: Any = ProcessGroupGloo  # torch's stubs leave out its options
+        options = gloo._Options()  # noqa: SLF001 - the only way to choose the interface
         options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
+        options._devices = [gloo.create_device(hostname=self._interface)]  # noqa: SLF001
+        return ProcessGroupGloo(store, self.rank, self.world_size, options)
 
-    def _nccl(self, store: dist.Store, timeout_s: float) -> dist.ProcessGroup | None:
+    def _nccl(self, store: Store, timeout_s: float) -> Backend:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # not in CPU builds
+
         torch.cuda.set_device(self.device)
-        options = dist.ProcessGroupNCCL.Options()
+        options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
-        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        return ProcessGroupNCCL(store, self.rank, self.world_size, options)

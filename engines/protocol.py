@@ -131,13 +131,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Worker: who I am and what I hold, by a fresh audit.
+    """Worker: who I am and what I hold, by a fresh audit; my parameter table rides beside it.
 
     Attributes:
         name: host and process, for messages.
         version: the version I serve; -1 if none.
         digest: state digest of the bits that are there.
-        table_digest: of my parameter table.
         damaged: parameters whose bits are not what I last agreed to.
     """
 
@@ -145,7 +144,6 @@ class Hello(Message):
     name: str
     version: int
     digest: str
-    table_digest: str
     damaged: list[str] = field(default_factory=list)
 
 

@@ -73,6 +73,7 @@ class RoundReport:
         repaired: `(rank, parameter)` sent whole before this round, after a worker found damage.
         evicted: names of workers that were dropped.
         seeded: names of workers that were seeded or repaired at a handshake before this round, with the reason.
+        error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`.
     """
 
     run_id: str
@@ -92,6 +93,7 @@ class RoundReport:
     repaired: tuple[tuple[int, str], ...] = ()
     evicted: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
+    error: str = ""
 
     @property
     def density(self) -> float:

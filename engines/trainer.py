@@ -1,7 +1,7 @@
-"""The trainer's half of the protocol: admit workers, propose, send, collect verdicts, decide, advance.
+"""The trainer's half of the protocol: propose, send, collect verdicts, decide, advance.
 
-Everything that any transport shares is here; `sparse_nccl.py` adds how the payload leaves. The states are those of
-`protocol.TRAINER_STEPS`. The baseline moves after a COMMIT is on record and before it is announced to the caller.
+Everything that any transport shares is here and in `membership.py`; `sparse_nccl.py` names the transport. The states
+are those of `protocol.TRAINER_STEPS`. The baseline moves once a COMMIT is on record, by applying what was sent.
 """
 
 from __future__ import annotations
@@ -9,45 +9,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 import numpy as np
 import torch
 
 from deltacast.delta.apply import Transaction
 from deltacast.delta.codec import EncodedRound, encode_round
-from deltacast.delta.errors import (
-    DeadlineError,
-    ProtocolError,
-    RoundAbortedError,
-    StateError,
-    TransportError,
-)
+from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
-from deltacast.engines.control import Channel, Deadline, Listener, Task, wait_any
-from deltacast.engines.group import PayloadGroup, Rendezvous
+from deltacast.engines.control import Deadline, Task, wait_any
+from deltacast.engines.membership import Member, Membership
 from deltacast.engines.protocol import (
     TRAINER_STEPS,
     Ack,
     Decision,
     DecisionLog,
     Finish,
-    Form,
-    Formed,
-    Hello,
     Machine,
-    Message,
     Propose,
     Ready,
     RoundKey,
     TrainerState,
     Verdict,
-    Welcome,
-    expect,
 )
 from deltacast.engines.report import RoundReport, StageTimes, WorkerVerdict
 from deltacast.store.baseline import Baseline
@@ -55,31 +44,14 @@ from deltacast.store.baseline import Baseline
 __all__ = ["RoundTrainer"]
 
 _LOG: Final = logging.getLogger(__name__)
-Answer = TypeVar("Answer", bound=Message)
-
-
-@dataclass(slots=True)
-class _Member:
-    """One worker as the trainer knows it. `lost` says why it is no longer heard."""
-
-    channel: Channel
-    hello: Hello
-    action: str
-    reason: str
-    rank: int = 0
-    lost: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.hello.name
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """How one round went."""
+    """How one round went. `errors` by rank; rank 0 is the trainer's own side."""
 
-    committed: bool
     key: RoundKey
+    committed: bool = False
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     acks: dict[int, Ack] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -95,7 +67,11 @@ class _Outcome:
 class RoundTrainer(TrainerEngine):
     """A trainer that publishes to workers over control connections and one payload group.
 
-    Use `trainer_init`. One thread calls it; a second `send_weights` while one runs is refused.
+    Make one with `trainer_init`. One thread calls it; a second `send_weights` while one runs is refused.
+
+    Attributes:
+        baseline: what every worker holds; read it, never move it.
+        decisions: the record of every round's decision.
     """
 
     def __init__(self, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> None:
@@ -110,16 +86,11 @@ class RoundTrainer(TrainerEngine):
             threads=init_info.threads,
         )
         self.decisions = DecisionLog()
-        self._listener = Listener(init_info.host, init_info.port, bytes.fromhex(init_info.secret))
-        self._members: list[_Member] = []
-        self._group: PayloadGroup | None = None
-        self._rendezvous: Rendezvous | None = None
-        self._generation = self._round_number = 0
-        self._newest_version = init_info.version
+        self._workers = Membership(init_info, self.baseline)
+        self._round_number = 0
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
         self._busy = threading.Lock()
         self._seeded: list[str] = []
-        self._evicted: list[str] = []
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
@@ -135,12 +106,12 @@ class RoundTrainer(TrainerEngine):
     @property
     def worker_init_info(self) -> dict[str, object]:
         """What a worker that joins later must be told (`WorkerInitInfo.as_dict`)."""
-        return self._info.for_workers(self._listener.host, self._listener.port).as_dict()
+        return self._info.for_workers(*self._workers.address).as_dict()
 
     @property
     def worker_names(self) -> tuple[str, ...]:
         """The workers that take part, by rank from 1."""
-        return tuple(member.name for member in self._members)
+        return tuple(member.name for member in self._workers.members)
 
     def send_weights(self, *, optimizer_step: int | None = None) -> RoundReport:
         """See `TrainerEngine`."""
@@ -153,32 +124,23 @@ class RoundTrainer(TrainerEngine):
 
     def shutdown(self) -> None:
         """See `TrainerEngine`."""
-        for member in self._members:
-            member.channel.close()
-        self._members.clear()
-        self._drop_group()
-        self._rendezvous = None
-        self._listener.close()
-
-    # Sessions: one call of ours, which the workers answer until they are told that it is over.
+        self._workers.close()
 
     def _admit_first(self) -> None:
-        info = self._info.for_workers(self._listener.host, self._listener.port).as_dict()
-        task = Task("client", lambda: self._client.init_transfer_engine(info))
-        with self._session(task):
+        info = self.worker_init_info
+        with self._session(Task("client", lambda: self._client.init_transfer_engine(info))):
             deadline = Deadline(self._info.timeout_s)
-            while len(self._members) < self._info.num_workers:
-                _raise_client_error(task)
-                self._handshake(self._listener.accept(deadline), deadline)
+            while len(self._workers.members) < self._info.num_workers:
+                self._workers.admit_next(deadline)
             self._catch_up()
 
     def _send_weights(self, optimizer_step: int | None) -> RoundReport:
         started = time.perf_counter()
-        self._seeded, self._evicted = [], []
+        self._seeded, self._workers.evicted = [], []
         self._client.start_weight_update()
-        task = Task("client", lambda: self._client.update_weights({"run_id": self._info.run_id}))
-        with self._session(task):
-            self._admit_waiting()
+        with self._session(Task("client", lambda: self._client.update_weights({"run_id": self._info.run_id}))):
+            self._workers.notice_closed()
+            self._workers.admit_waiting()
             self._catch_up()
             report = self._publish(optimizer_step)
             report = replace(report, times=replace(report.times, total_s=time.perf_counter() - started))
@@ -188,230 +150,150 @@ class RoundTrainer(TrainerEngine):
         self._client.finish_weight_update()
         return report
 
-    def _session(self, task: Task) -> _Session:
-        return _Session(self, task)
-
-    def _end_session(self, task: Task, error: str) -> None:
-        """Tell everybody that the call is over, and wait for the client to return."""
-        deadline = Deadline(self._info.timeout_s)
-        self._tell(self._members, lambda key: Finish(self._info.run_id, key, self.baseline.version, error), deadline)
-        self._evict()
-        if not task.join(self._info.timeout_s):
-            raise DeadlineError("the client's call did not return", hint="Is a worker stuck outside deltacast?")
-
-    # Membership: handshakes, generations, catching up.
-
-    def _admit_waiting(self) -> None:
-        self._evict_closed()
-        while self._listener.has_waiting():
-            channel = self._listener.accept_waiting()
-            if channel is not None:
-                self._handshake(channel, Deadline(self._info.timeout_s))
-
-    def _handshake(self, channel: Channel, deadline: Deadline) -> None:
-        """Hear what a worker holds and tell it how it will catch up; a worker we cannot serve is told why."""
+    @contextmanager
+    def _session(self, client_task: Task) -> Iterator[None]:
+        """One call of ours: the workers answer it until they are told that it is over."""
+        error = ""
+        self._workers.client_task = client_task
         try:
-            hello = expect(channel.receive(deadline)[0], Hello)
-            channel.peer = f"worker {hello.name}"
-            action, reason = self._judge(hello)
-            key = self._key()
-            channel.send(Welcome(self._info.run_id, key, action, self.baseline.version, reason), deadline)
-        except TransportError as err:
-            channel.close()
-            _LOG.warning("deltacast dropped a worker at its handshake: %s", err)
-            return
-        if action == "refuse":
-            channel.close()
-            raise StateError(f"worker {hello.name} cannot join: {reason}")
-        _LOG.info("deltacast admits worker %s: %s (%s)", hello.name, action, reason)
-        self._members.append(_Member(channel, hello, action, reason))
-        self._drop_group()
-        if hello.run_id == self._info.run_id:
-            self._newest_version = max(self._newest_version, hello.version)
-
-    def _judge(self, hello: Hello) -> tuple[str, str]:
-        if hello.table_digest != self.baseline.state.table.digest:
-            return "refuse", f"its parameter table is {hello.table_digest}, ours {self.baseline.state.table.digest}"
-        if hello.run_id == self._info.run_id and hello.key.epoch > self._info.epoch:
-            return (
-                "refuse",
-                f"it has seen epoch {hello.key.epoch} of this run, this trainer is epoch {self._info.epoch}",
-            )
-        if hello.damaged and hello.version == self.baseline.version and hello.run_id == self._info.run_id:
-            return "repair", f"damaged: {', '.join(hello.damaged[:3])}"
-        if hello.digest != self.baseline.digest or hello.damaged:
-            return "seed", f"it holds {hello.digest}, we are at {self.baseline.digest}"
-        return "leave", "it holds our bits"
+            yield
+        except BaseException as err:
+            error = str(err) or type(err).__name__
+            raise
+        finally:
+            finish = Finish(self._info.run_id, self._key(), self.baseline.version, error)
+            self._workers.tell(self._workers.members, finish, Deadline(self._info.timeout_s))
+            self._workers.evict()
+            returned = client_task.join(self._info.timeout_s)
+        if not returned:
+            raise DeadlineError("the client's call did not return", hint="Is a worker stuck outside deltacast?")
+        self._workers.raise_client_error()
 
     def _catch_up(self) -> None:
-        """Form the group if membership changed, and give every new worker the baseline's bits."""
-        self._evict()
-        if not self._members:
-            raise TransportError("no worker is left", hint="Start one with this trainer's worker_init_info.")
-        if self._group is None:
-            self._form_group()
-        seeds = [member for member in self._members if member.action == "seed"]
-        repairs = [member for member in self._members if member.action == "repair"]
+        """Give every new worker the baseline's bits, all of them or the parameters that it damaged."""
+        self._workers.ensure_group()
+        members = self._workers.members
+        seeds = [member for member in members if member.action == "seed"]
+        repairs = [member for member in members if member.action == "repair"]
         if seeds:
-            self._catch_up_with(self.baseline.seed(), seeds)
+            self._send_baseline(None, seeds)
         if repairs:
-            names = {name for member in repairs for name in member.hello.damaged}
-            self._catch_up_with(self.baseline.seed(names), repairs)
-        for member in self._members:
-            if member.action in ("seed", "repair"):
-                self._seeded.append(f"{member.name}: {member.action} ({member.reason})")
+            self._send_baseline({name for member in repairs for name in member.hello.damaged}, repairs)
+        for member in (*seeds, *repairs):
+            self._seeded.append(f"{member.name}: {member.action} ({member.reason})")
             member.action = "leave"
 
-    def _catch_up_with(self, update: WeightUpdate, members: Sequence[_Member]) -> None:
-        outcome = self._round(update, self._encode(update), members, advance=False)
+    def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> None:
+        update = self.baseline.seed(names)
+        outcome = self._round(update, self._encode(update), receivers, advance=False)
         if not outcome.committed:
-            raise _failed_round("catching up failed", outcome, self.baseline.version, self._members)
-
-    def _form_group(self) -> None:
-        """Meet every member under the next generation; a member that does not come is evicted and it starts over."""
-        while self._members:
-            self._generation += 1
-            deadline = Deadline(self._info.timeout_s)
-            for number, member in enumerate(self._members, start=1):
-                member.rank = number
-            self._rendezvous = Rendezvous(self._info.host, len(self._members) + 1, self._info.timeout_s)
-            if self._try_form(self._rendezvous, deadline):
-                return
-            self._drop_group()
-            self._evict()
-        raise TransportError("no worker is left", hint="Start one with this trainer's worker_init_info.")
-
-    def _try_form(self, meeting: Rendezvous, deadline: Deadline) -> bool:
-        world_size = len(self._members) + 1
-        host = self._members[0].channel.local_host
-        for member in self._members:
-            form = Form(self._info.run_id, self._key(), host, meeting.port, member.rank, world_size)
-            self._tell([member], lambda _, form=form: form, deadline)
-        task = Task("form", lambda: self._meet(meeting, world_size, host))
-        formed, errors = self._collect(Formed, deadline)
-        ended = task.join(self._info.timeout_s)
-        if not ended:
-            raise DeadlineError("forming the payload group did not end")
-        if task.error is not None or errors or len(formed) < len(self._members):
-            _LOG.warning("deltacast could not form generation %d: %s %s", self._generation, task.error, errors)
-            for member in self._members:
-                if member.rank in errors and not member.lost:
-                    member.lost = errors[member.rank]
-            return False
-        return True
-
-    def _meet(self, meeting: Rendezvous, world_size: int, interface: str) -> None:
-        self._group = PayloadGroup(
-            meeting.store,
-            rank=0,
-            world_size=world_size,
-            generation=self._generation,
-            device=torch.device(self._info.device),
-            timeout_s=self._info.timeout_s,
-            interface=interface,
-        )
-
-    # Rounds.
+            who = {member.rank: member.name for member in self._workers.members}
+            raise RoundAbortedError(
+                f"catching up failed: {_reasons(outcome.errors, who)}",
+                version=self.baseline.version,
+                rank=next(iter(outcome.errors), None),
+            )
 
     def _publish(self, optimizer_step: int | None) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
         started = time.perf_counter()
-        update = self.baseline.diff(
-            self._source, target_version=self._newest_version + 1, optimizer_step=optimizer_step
-        )
+        target_version = max(self.baseline.version, self._workers.newest_reported) + 1
+        update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
         diff_s = time.perf_counter() - started
         encoded = self._encode(update)
         encode_s = time.perf_counter() - started - diff_s
-        outcome = self._round(update, encoded, self._members, advance=True)
+        outcome = self._round(update, encoded, self._workers.members, advance=True)
         repaired: list[tuple[int, str]] = []
-        if not outcome.committed and outcome.damaged and not any(member.lost for member in self._members):
+        if not outcome.committed and outcome.damaged and not any(member.lost for member in self._workers.members):
             repaired = outcome.damaged
             _LOG.warning("deltacast repairs %s", repaired)
-            self._catch_up()
-            self._catch_up_with(self.baseline.seed({name for _, name in repaired}), self._members)
-            outcome = self._round(update, encoded, self._members, advance=True)
+            self._workers.ensure_group()
+            self._send_baseline({name for _, name in repaired}, self._workers.members)
+            outcome = self._round(update, encoded, self._workers.members, advance=True)
         return self._report(update, encoded, outcome, StageTimes(diff_s, encode_s), repaired)
 
     def _encode(self, update: WeightUpdate) -> EncodedRound:
         return encode_round(update, self.baseline.state.table, values=self._info.values, threads=self._info.threads)
 
     def _round(
-        self, update: WeightUpdate, encoded: EncodedRound, receivers: Iterable[_Member], *, advance: bool
+        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], *, advance: bool
     ) -> _Outcome:
-        """Run one round to its end: every live worker has acted on the decision, or is evicted."""
+        """Run one round to its end: every live worker has acted on the decision, or is lost."""
         self._round_number += 1
-        outcome = _Outcome(committed=False, key=self._key())
+        outcome = _Outcome(self._key())
         staged = self.baseline.stage(update) if advance else None
-        self._propose(update, encoded, [member.rank for member in receivers], outcome)
-        if not outcome.errors:
-            self._machine.step("all ready")
-            self._send_payload(encoded, outcome)
-        if not outcome.errors:
-            self._machine.step("sent")
-            self._hear_verdicts(update, outcome)
-        self._settle(staged, outcome)
+        try:
+            self._propose(update, encoded, receivers, outcome)
+            if not outcome.errors:
+                self._machine.step("all ready")
+                self._send_payload(encoded, outcome)
+            if not outcome.errors:
+                self._machine.step("sent")
+                self._hear_verdicts(update, outcome)
+        except BaseException as err:
+            outcome.errors[0] = f"{type(err).__name__}: {err}"
+            raise
+        finally:  # whatever happened, there is a decision and everybody is told
+            self._settle(staged, outcome)
         return outcome
 
-    def _propose(self, update: WeightUpdate, encoded: EncodedRound, receivers: list[int], outcome: _Outcome) -> None:
+    def _propose(
+        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], outcome: _Outcome
+    ) -> None:
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        base_version = -1 if update.base_version is None else update.base_version
-        payload_bytes = sum(len(group) for group in encoded.groups)
         propose = Propose(
             self._info.run_id,
             outcome.key,
-            base_version,
-            update.target_version,
-            update.target_digest,
-            payload_bytes,
-            receivers,
+            base_version=-1 if update.base_version is None else update.base_version,
+            target_version=update.target_version,
+            target_digest=update.target_digest,
+            payload_bytes=sum(len(group) for group in encoded.groups),
+            receivers=[member.rank for member in receivers],
         )
         self._machine.step("propose")
-        self._tell(self._members, lambda _: propose, deadline, encoded.rows)
-        ready, errors = self._collect(Ready, deadline)
+        self._workers.tell(self._workers.members, propose, deadline, encoded.rows)
+        ready, errors = self._workers.collect(Ready, outcome.key, deadline)
         outcome.errors |= errors | {rank: answer.error for rank, answer in ready.items() if answer.error}
         outcome.ready_s = time.perf_counter() - started
 
     def _send_payload(self, encoded: EncodedRound, outcome: _Outcome) -> None:
-        """Broadcast; a worker that is lost or gives up meanwhile ends it."""
+        """Broadcast; a worker that is lost meanwhile ends it."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        buffer = _joined(encoded.groups)
-        group = self._group
+        buffer, group = _joined(encoded.groups), self._workers.group
         assert group is not None
         task = Task("payload", lambda: group.broadcast(buffer, deadline))
         try:
-            self._watch_payload(task, deadline, outcome)
+            self._watch_payload(task, outcome)
         finally:
             if not task.done or task.error is not None:
-                self._drop_group()
-            if not task.join(self._info.timeout_s):
-                raise DeadlineError("a collective did not end", hint="Restart this trainer.")
+                self._workers.drop_group()
+            ended = task.join(self._info.timeout_s)
+        if not ended:
+            raise DeadlineError("a collective did not end", hint="Restart this trainer.")
         if task.error is not None and not outcome.errors:
             outcome.errors |= self._blame(task.error)
         outcome.send_s = time.perf_counter() - started
 
-    def _watch_payload(self, task: Task, deadline: Deadline, outcome: _Outcome) -> None:
+    def _watch_payload(self, task: Task, outcome: _Outcome) -> None:
+        deadline = Deadline(self._info.timeout_s * 2)  # the broadcast's own comes first
         while not task.done and not outcome.errors:
-            waiting = [m for m in self._members if not m.lost and m.rank not in outcome.verdicts]
-            try:
-                ready = wait_any([member.channel for member in waiting], Deadline(deadline.seconds * 2), task)
-            except DeadlineError as err:
-                outcome.errors |= self._blame(err)
-                return
-            for member in waiting:
-                if member.channel is ready:
-                    self._hear(member, Verdict, outcome.verdicts, outcome.errors, outcome.key)
+            waiting = [m for m in self._workers.members if not m.lost and m.rank not in outcome.verdicts]
+            ready = wait_any([member.channel for member in waiting], deadline, task)
+            member = self._workers.heard(waiting, ready)
+            if member is not None:
+                self._workers.hear(member, Verdict, outcome.key, outcome.verdicts, outcome.errors)
 
     def _blame(self, error: BaseException) -> dict[int, str]:
-        """Find who broke the payload: the members whose connection is gone, else nobody in particular."""
-        self._evict_closed(keep=True)
-        lost = {member.rank: member.lost for member in self._members if member.lost}
+        """Say who broke the payload: the members whose connection is gone, else nobody in particular."""
+        self._workers.notice_closed()
+        lost = {member.rank: member.lost for member in self._workers.members if member.lost}
         return lost or {0: str(error)}
 
     def _hear_verdicts(self, update: WeightUpdate, outcome: _Outcome) -> None:
         deadline = Deadline(self._info.timeout_s)
-        verdicts, errors = self._collect(Verdict, deadline, outcome.verdicts)
-        outcome.verdicts, outcome.errors = verdicts, outcome.errors | errors
-        for rank, verdict in verdicts.items():
+        outcome.verdicts, errors = self._workers.collect(Verdict, outcome.key, deadline, outcome.verdicts)
+        outcome.errors |= errors
+        for rank, verdict in outcome.verdicts.items():
             if verdict.error:
                 outcome.errors[rank] = verdict.error
             elif verdict.digest != update.target_digest:
@@ -420,109 +302,23 @@ class RoundTrainer(TrainerEngine):
     def _settle(self, staged: Transaction | None, outcome: _Outcome) -> None:
         """Write the record, act on it, and hear that everybody else did."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        good = not outcome.errors and len(outcome.verdicts) == len(self._members)
-        outcome.committed = self.decisions.decide(outcome.key, commit=good)
+        members = self._workers.members
+        unanimous = not outcome.errors and len(outcome.verdicts) == len(members)
+        outcome.committed = self.decisions.decide(outcome.key, commit=unanimous)
         self._machine.step("decide")
-        decision = Decision(self._info.run_id, outcome.key, outcome.committed)
-        self._tell(self._members, lambda _: decision, deadline)
+        self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed and staged is not None:
             self.baseline.advance(staged)
-            self._newest_version = self.baseline.version
-        acks, errors = self._collect(Ack, deadline)
-        outcome.acks = acks
-        for member in self._members:
-            ack = acks.get(member.rank)
-            if not member.lost and (ack is None or ack.digest != self.baseline.digest):
+        outcome.acks, errors = self._workers.collect(Ack, outcome.key, deadline)
+        for member in members:
+            ack = outcome.acks.get(member.rank)
+            if not member.lost and (ack is None or (outcome.committed and ack.digest != self.baseline.digest)):
                 member.lost = errors.get(member.rank) or f"acknowledged {ack.digest if ack else 'nothing'}"
         self._machine.step("settled")
         outcome.commit_s = time.perf_counter() - started
 
-    # Talking.
-
     def _key(self) -> RoundKey:
-        return RoundKey(self._info.epoch, self._generation, self._round_number)
-
-    def _tell(
-        self,
-        members: Sequence[_Member],
-        make: Callable[[RoundKey], Message],
-        deadline: Deadline,
-        bulk: bytes = b"",
-    ) -> None:
-        for member in members:
-            if not member.lost:
-                try:
-                    member.channel.send(make(self._key()), deadline, bulk)
-                except TransportError as err:
-                    member.lost = str(err)
-
-    def _collect(
-        self, cls: type[Answer], deadline: Deadline, have: dict[int, Answer] | None = None
-    ) -> tuple[dict[int, Answer], dict[int, str]]:
-        """Hear one answer from every member; stop at the first failure, except for acks, which all must have a say."""
-        answers = dict(have or {})
-        errors = {member.rank: member.lost for member in self._members if member.lost}
-        patient = cls is Ack
-        while patient or not errors:
-            waiting = [m for m in self._members if not m.lost and m.rank not in answers]
-            if not waiting:
-                break
-            try:
-                ready = wait_any([member.channel for member in waiting], deadline)
-            except DeadlineError as err:
-                for member in waiting:
-                    member.lost = errors[member.rank] = str(err)
-                break
-            member = next(member for member in waiting if member.channel is ready)
-            self._hear(member, cls, answers, errors, self._key())
-        return answers, errors
-
-    def _hear(
-        self,
-        member: _Member,
-        cls: type[Answer],
-        answers: dict[int, Answer],
-        errors: dict[int, str],
-        key: RoundKey,
-    ) -> None:
-        """Take what a member has sent; answers that an abort has overtaken are dropped."""
-        try:
-            frame = member.channel.poll()
-            if frame is None:
-                return
-            message = frame[0]
-            if cls is Ack and isinstance(message, (Ready, Verdict)) and message.key == key:
-                return
-            answer = expect(message, cls)
-            if answer.key != key:
-                raise ProtocolError("an answer of another round", expected=key, found=answer.key)
-            answers[member.rank] = answer
-        except TransportError as err:
-            member.lost = errors[member.rank] = str(err)
-
-    def _evict(self) -> None:
-        """Drop members that are lost; the group cannot go on without them."""
-        lost = [member for member in self._members if member.lost]
-        for member in lost:
-            _LOG.warning("deltacast evicts worker %s: %s", member.name, member.lost)
-            self._evicted.append(member.name)
-            member.channel.close()
-        if lost:
-            self._members = [member for member in self._members if not member.lost]
-            self._drop_group()
-
-    def _evict_closed(self, *, keep: bool = False) -> None:
-        """Notice connections that were closed while nobody listened."""
-        for member in self._members:
-            if not member.lost and (reason := member.channel.gone()):
-                member.lost = reason
-        if not keep:
-            self._evict()
-
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        return RoundKey(self._info.epoch, self._workers.generation, self._round_number)
 
     def _report(
         self,
@@ -532,8 +328,16 @@ class RoundTrainer(TrainerEngine):
         times: StageTimes,
         repaired: Sequence[tuple[int, str]],
     ) -> RoundReport:
-        table = self.baseline.state.table
+        table, members = self.baseline.state.table, self._workers.members
         verdicts = outcome.verdicts.values()
+        times = replace(
+            times,
+            ready_s=outcome.ready_s,
+            send_s=outcome.send_s,
+            apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
+            audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
+            commit_s=outcome.commit_s,
+        )
         return RoundReport(
             run_id=self._info.run_id,
             epoch=outcome.key.epoch,
@@ -546,40 +350,14 @@ class RoundTrainer(TrainerEngine):
             num_words=sum(meta.num_words for meta in table),
             num_parameters=len(update.patches),
             dense_bytes=table.nbytes,
-            sent_bytes=len(encoded.rows) + sum(len(group) for group in encoded.groups),
-            times=replace(
-                times,
-                ready_s=outcome.ready_s,
-                send_s=outcome.send_s,
-                apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
-                audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
-                commit_s=outcome.commit_s,
-            ),
-            workers=tuple(_verdict_of(member, outcome, update.target_digest) for member in self._members),
+            sent_bytes=encoded.num_bytes,
+            times=times,
+            workers=tuple(_verdict_of(member, outcome, update.target_digest) for member in members),
             repaired=tuple(repaired),
-            evicted=tuple(self._evicted) + tuple(member.name for member in self._members if member.lost),
+            evicted=(*self._workers.evicted, *(member.name for member in members if member.lost)),
             seeded=tuple(self._seeded),
+            error=outcome.errors.get(0, ""),
         )
-
-
-class _Session:
-    """One call of the trainer's, from the client's call to the workers until they were told that it is over."""
-
-    def __init__(self, trainer: RoundTrainer, task: Task) -> None:
-        self._trainer, self._task = trainer, task
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._trainer._end_session(self._task, str(error) if error else "")  # noqa: SLF001 - its own trainer
-        if error is None:
-            _raise_client_error(self._task)
-
-
-def _raise_client_error(task: Task) -> None:
-    if task.done and task.error is not None:
-        raise TransportError(f"the client failed: {task.error}") from task.error
 
 
 def _joined(groups: Sequence[bytes]) -> torch.Tensor:
@@ -591,33 +369,32 @@ def _joined(groups: Sequence[bytes]) -> torch.Tensor:
     return torch.from_numpy(buffer)
 
 
-def _verdict_of(member: _Member, outcome: _Outcome, target_digest: str) -> WorkerVerdict:
+def _verdict_of(member: Member, outcome: _Outcome, target_digest: str) -> WorkerVerdict:
     verdict, ack = outcome.verdicts.get(member.rank), outcome.acks.get(member.rank)
-    verified = outcome.committed and ack is not None and not member.lost and ack.digest == target_digest
+    digest = ack.digest if ack else verdict.digest if verdict else ""
     return WorkerVerdict(
         rank=member.rank,
         name=member.name,
-        verified=verified,
-        digest=ack.digest if ack else verdict.digest if verdict else "",
+        verified=outcome.committed and ack is not None and not member.lost and digest == target_digest,
+        digest=digest,
         audited_through=ack.audited_through if ack else -1,
-        error=outcome.errors.get(member.rank, member.lost),
+        error=outcome.errors.get(member.rank, "") or member.lost or (ack.error if ack else ""),
         damaged=tuple(verdict.damaged) if verdict else (),
     )
 
 
-def _failed_round(what: str, outcome: _Outcome, version: int, members: Sequence[_Member]) -> RoundAbortedError:
-    names = {member.rank: member.name for member in members}
-    reasons = "; ".join(f"rank {rank} ({names.get(rank, 'trainer')}): {why}" for rank, why in outcome.errors.items())
-    return RoundAbortedError(f"{what}: {reasons}", version=version, rank=next(iter(outcome.errors), None))
+def _reasons(errors: dict[int, str], names: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank} ({names.get(rank, 'trainer')}): {why}" for rank, why in sorted(errors.items()))
 
 
 def _aborted(report: RoundReport) -> RoundAbortedError:
-    bad = [worker for worker in report.workers if worker.error]
-    reasons = "; ".join(f"rank {worker.rank} ({worker.name}): {worker.error}" for worker in bad)
+    errors = {worker.rank: worker.error for worker in report.workers if worker.error}
+    names = {worker.rank: worker.name for worker in report.workers}
+    reasons = _reasons(errors, names) or report.error or "see the log"
     error = RoundAbortedError(
-        f"round aborted, everybody alive is at version {report.base_version}: {reasons or 'see the log'}",
+        f"the round was aborted and everybody alive is at version {report.base_version}: {reasons}",
         version=report.target_version,
-        rank=bad[0].rank if bad else None,
+        rank=next(iter(errors), None),
     )
     error.report = report
     return error

@@ -132,7 +132,7 @@ class RoundWorker(WorkerEngine):
         deadline = Deadline(info.timeout_s)
         self._channel = connect(info.host, info.port, bytes.fromhex(info.secret), deadline)
         try:
-            self._say_hello(info, deadline)
+            self._say_hello(deadline)
             welcome = expect(self._channel.receive(Deadline(info.idle_timeout_s))[0], Welcome)
             self._enter(welcome)
             report = self._serve(info)
@@ -156,7 +156,7 @@ class RoundWorker(WorkerEngine):
         """See `WorkerEngine`."""
         self._disconnect()
 
-    def _say_hello(self, info: WorkerInitInfo, deadline: Deadline) -> None:
+    def _say_hello(self, deadline: Deadline) -> None:
         damage = self._state.audit()
         if damage and self._state.version is None:
             self._state.rescan()
@@ -165,9 +165,8 @@ class RoundWorker(WorkerEngine):
         key = RoundKey(self._epoch, 0, 0)
         version = -1 if self._state.version is None else self._state.version
         names = [item.parameter for item in damage]
-        table_digest = self._state.table.digest
-        hello = Hello(self._run_id, key, name, version, self._state.digest, table_digest, names)
-        self._connected().send(hello, deadline)
+        hello = Hello(self._run_id, key, name, version, self._state.digest, names)
+        self._connected().send(hello, deadline, self._state.table.to_json())
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.action == "refuse":
@@ -343,7 +342,7 @@ class RoundWorker(WorkerEngine):
     def _apply(self, current: _Round) -> None:
         assert current.rows is not None
         state = self._state
-        update = decode_round(current.rows, current.buffer.numpy(), state.table, threads=state.threads)
+        update = decode_round(current.rows, current.buffer.numpy().data, state.table, threads=state.threads)
         transaction = Transaction.stage(
             state, update, undo=not update.is_seed, undo_budget_bytes=self._undo_budget_bytes
         )

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 GROUP_WEIGHT: Final = 1 << 20  # changes (bits of a bitmap) per group: pools are large, and threads have work
 _LEVEL: Final = 1
+_FRAME: Final = {"min_match": 7, "hash_log": 6, "write_content_size": True, "write_checksum": False}
+"""These bytes are noise of few symbols: short matches are accidents that cost more than the literals they replace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +221,8 @@ def _encode_sparse(job: _Job, spans: Spans, first: I64) -> dict[int, NDArray[Any
         raise
     if (indices[ends - 1] >= spans.hi).any():
         _blame_order(job, spans)
-    return {lay.GAP_LOW: gaps.low, lay.GAP_HIGH: gaps.high, lay.WIDE: gaps.wide.view(np.uint8)}
+    wide = gaps.wide.view(np.uint8)
+    return {lay.GAP_LOW: gaps.low, lay.GAP_QUADS: gaps.quads, lay.GAP_HIGH: gaps.high, lay.WIDE: wide}
 
 
 def _encode_bits(job: _Job, spans: Spans, first: I64) -> NDArray[np.uint8]:
@@ -246,7 +249,8 @@ def _absolute_words(job: _Job, spans: Spans, first: I64, chosen: NDArray[np.bool
 
 def _compress(raw: dict[int, NDArray[Any]]) -> tuple[NDArray[Any], bytes]:
     """Compress each stream alone; one that does not shrink is stored as it is."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False, write_content_size=True)
+    parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, **_FRAME)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
     records = np.zeros(len(raw), STREAM)
     parts = []
     for record, (kind, data) in zip(records, raw.items(), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -31,6 +32,15 @@ _HEADER_RATIO: Final = 128
 _LEVEL: Final = 19
 _QUICK_LEVEL: Final = 3
 _QUICK_BYTES: Final = 1 << 20
+
+
+_COLUMNS: Final = (
+    ("part", "part", 0),
+    ("after", "fingerprint_after", 0),
+    ("before", "fingerprint_before", lay.HAS_BEFORE),
+    ("old_sum", "old_sum", lay.HAS_OLD_SUM),
+)
+"""Field of an entry's record, attribute of a patch, and the flag that says whether it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +123,18 @@ class UpdateHeader:
 
 def fill_entries(patches: tuple[SparseWeightPatch, ...]) -> np.ndarray[Any, Any]:
     """Return records of `ENTRY` with part, flags and sums set; the encoder fills in the rest."""
-    num = len(patches)
-    entries = np.zeros(num, ENTRY)
-    entries["part"] = np.fromiter((patch.part for patch in patches), np.uint32, num)
-    entries["after"] = np.fromiter((patch.fingerprint_after for patch in patches), np.uint64, num)
-    entries["before"] = np.fromiter((patch.fingerprint_before or 0 for patch in patches), np.uint64, num)
-    entries["old_sum"] = np.fromiter((patch.old_sum or 0 for patch in patches), np.uint64, num)
-    flags = (
-        (patch.fingerprint_before is not None) * lay.HAS_BEFORE
-        + (patch.old_sum is not None) * lay.HAS_OLD_SUM
-        + (patch.box is not None) * lay.HAS_BOX
-        for patch in patches
-    )
-    entries["flags"] = np.fromiter(flags, np.uint16, num)
+    entries = np.zeros(len(patches), ENTRY)
+    for key, attribute, flag in _COLUMNS:
+        values = list(map(attrgetter(attribute), patches))
+        present: Any = True
+        if None in values:
+            present = np.array([value is not None for value in values])
+            values = [value or 0 for value in values]
+        entries[key] = np.array(values, ENTRY[key])
+        entries["flags"] += np.where(present, np.uint16(flag), np.uint16(0))
+    boxes = list(map(attrgetter("box"), patches))
+    if any(box is not None for box in boxes):
+        entries["flags"] += np.array([box is not None for box in boxes], np.uint16) * np.uint16(lay.HAS_BOX)
     return entries
 
 
@@ -320,18 +329,23 @@ def check_parts(envelope: Envelope, entries: Sequence[_Part]) -> None:
         PatchError: a (name, part) twice, parts that overlap or disagree about their parameter, a name that is both
             sent and removed, or something that needs a base in an update that has none.
     """
-    parts: dict[str, list[_Part]] = {}
-    for entry in entries:
-        parts.setdefault(entry.meta.name, []).append(entry)
-        if not entry.is_dense and (envelope.base_version is None or entry.base_meta is not None):
-            raise PatchError("an entry without a base must be dense", parameter=entry.meta.name)
+    if envelope.base_version is None or any(entry.base_meta is not None for entry in entries):
+        for entry in entries:
+            if not entry.is_dense and (envelope.base_version is None or entry.base_meta is not None):
+                raise PatchError("an entry without a base must be dense", parameter=entry.meta.name)
+    names = Counter([entry.meta.name for entry in entries])
     for name in (*envelope.removed, *envelope.aliases):
-        if name in parts:
+        if name in names:
             raise PatchError("a parameter is sent, and also removed or an alias", parameter=name)
+    if len(names) == len(entries):
+        return
+    parts: dict[str, list[_Part]] = {name: [] for name, count in names.items() if count > 1}
+    for entry in entries:
+        if entry.meta.name in parts:
+            parts[entry.meta.name].append(entry)
     for name, mine in parts.items():
-        if len(mine) > 1:
-            if len({entry.part for entry in mine}) != len(mine):
-                raise PatchError("a (name, part) appears twice", parameter=name)
-            if any(entry.meta != mine[0].meta for entry in mine):
-                raise PatchError("parts disagree about dtype or shape", parameter=name)
-            check_disjoint(name, [entry.box for entry in mine])
+        if len({entry.part for entry in mine}) != len(mine):
+            raise PatchError("a (name, part) appears twice", parameter=name)
+        if any(entry.meta != mine[0].meta for entry in mine):
+            raise PatchError("parts disagree about dtype or shape", parameter=name)
+        check_disjoint(name, [entry.box for entry in mine])

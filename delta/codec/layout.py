@@ -60,13 +60,13 @@ RAW, ZSTD = range(2)
 WIDTHS: Final = (1, 2, 4, 8)
 
 KINDS: Final = (
-    "gap_low", "gap_high", "wide", "bitmap",
+    "gap_low", "gap_quads", "gap_high", "wide", "bitmap",
     "nibbles8", "nibbles16", "nibbles32", "nibbles64",
     "exceptions8", "exceptions16", "exceptions32", "exceptions64",
     *(f"words{8 * width}.{byte}" for width in WIDTHS for byte in range(width)),
 )  # fmt: skip
 """Stream kinds; the place in this list is the number in binary rows and the order within a group."""
-GAP_LOW, GAP_HIGH, WIDE, BITS, NIBBLES, EXCEPTIONS, WORDS = 0, 1, 2, 3, 4, 8, 12
+GAP_LOW, GAP_QUADS, GAP_HIGH, WIDE, BITS, NIBBLES, EXCEPTIONS, WORDS = 0, 1, 2, 3, 4, 5, 9, 13
 FIRST_PLANE: Final = (WORDS, WORDS + 1, WORDS + 3, WORDS + 7)
 
 MAX_GROUP_CHANGES: Final = 16 << 20
@@ -264,11 +264,12 @@ def pool_spans(entries: Records, word_bytes: I64, spans: Spans) -> Pools:
 def expected_sizes(pools: Pools) -> I64:
     """Return the decoded size of each stream of each group, int64 [groups, kinds].
 
-    For the kinds whose size the counts do not fix (`wide` and exceptions) it is the largest that they allow.
+    For the kinds whose size the counts do not fix (`gap_high`, `wide` and exceptions) it is the largest that they allow.
     """
     counts = pools.counts
     sizes = np.zeros((len(counts), len(KINDS)), np.int64)
     sizes[:, GAP_LOW] = sizes[:, GAP_HIGH] = counts[:, POOL_SPARSE]
+    sizes[:, GAP_QUADS] = (counts[:, POOL_SPARSE] + 3) // 4
     sizes[:, WIDE] = 8 * counts[:, POOL_SPARSE]
     sizes[:, BITS] = pools.bitmap_bytes
     for place, width in enumerate(WIDTHS):
@@ -303,7 +304,7 @@ def check_streams(layout: Layout, pools: Pools) -> None:
     sizes[group, kind] = decoded
     expected = expected_sizes(pools)
     free = np.zeros(len(KINDS), np.int64)
-    free[[WIDE, *range(EXCEPTIONS, EXCEPTIONS + 4)]] = (8, *WIDTHS)
+    free[[GAP_HIGH, WIDE, *range(EXCEPTIONS, EXCEPTIONS + 4)]] = (1, 8, *WIDTHS)
     fits = np.where(free > 0, (sizes <= expected) & (sizes % np.maximum(free, 1) == 0), sizes == expected)
     if not good.all() or not fits.all():
         _blame_stream(group, kind, good, fits)

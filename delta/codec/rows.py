@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -87,6 +88,11 @@ def _columns(table: ParameterTable) -> tuple[I64, I64]:
     return words, np.fromiter((meta.row.word_bytes for meta in table), np.int64, num)
 
 
+@lru_cache(maxsize=4)
+def _places(table: ParameterTable) -> dict[str, int]:
+    return {meta.name: place for place, meta in enumerate(table)}
+
+
 def encode_round(
     update: WeightUpdate, table: ParameterTable, *, values: ValuesChoice = "auto", threads: int = 1
 ) -> EncodedRound:
@@ -119,12 +125,18 @@ def encode_round(
 
 
 def _params(patches: Sequence[SparseWeightPatch], table: ParameterTable) -> list[int]:
-    params = [table.index(patch.meta.name) for patch in patches]
-    metas = table.metas
-    for param, patch in zip(params, patches, strict=True):
-        if patch.meta is not metas[param] and patch.meta != metas[param]:
-            raise TableError("a patch is about another parameter", parameter=patch.name, expected=metas[param],
-                             found=patch.meta)  # fmt: skip
+    """Return each patch's place in the table."""
+    places, metas = _places(table), table.metas
+    mine = list(map(attrgetter("meta"), patches))
+    try:
+        params = [places[meta.name] for meta in mine]
+    except KeyError as err:
+        raise TableError("no such parameter in the table", parameter=err.args[0]) from None
+    if [metas[param] for param in params] != mine:  # identity first, so that this is cheap
+        wrong = next(patch for param, patch in zip(params, patches, strict=True) if metas[param] != patch.meta)
+        raise TableError("a patch is about another parameter", parameter=wrong.name,
+                         expected=metas[places[wrong.name]], found=wrong.meta)  # fmt: skip
+    for patch in patches:
         if patch.base_meta is not None:
             raise InputError("a parameter of another dtype or shape needs a new table", parameter=patch.name)
     return params

@@ -41,9 +41,17 @@ _LIMIT: Final = 1 << 62  # no sum of gaps may come near int64's end
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GapStreams:
-    """The three streams of pooled sparse positions: low bytes, high bytes, and the gaps that need more."""
+    """The four streams of pooled sparse positions.
+
+    Attributes:
+        low: low bytes, one per gap.
+        quads: high bytes as 2-bit codes, four to a byte; 3 means 3 or more.
+        high: the high bytes of 3 and more, in order.
+        wide: the gaps that need more than 16 bits, in order.
+    """
 
     low: Bytes
+    quads: Bytes
     high: Bytes
     wide: NDArray[np.uint64]
 
@@ -68,24 +76,30 @@ def encode_gaps(indices: I64, starts: I64, floors: I64) -> GapStreams:
     wide = gaps[gaps >= _ESCAPE].astype("<u8")
     if wide.size:
         np.minimum(gaps, _ESCAPE, out=gaps)
-    pairs = gaps.astype("<u2").view(np.uint8)
-    return GapStreams(pairs[0::2].copy(), pairs[1::2].copy(), wide)
+    planes = gaps.astype("<u2").view(np.uint8)
+    high = planes[1::2].copy()
+    codes = np.zeros(high.size + -high.size % 4, np.uint8)
+    np.minimum(high, 3, out=codes[: high.size])
+    fours = codes.view("<u4")
+    fours |= fours >> 6
+    fours |= fours >> 12
+    return GapStreams(planes[0::2].copy(), fours.astype(np.uint8), high[high >= 3], wide)
 
 
 def decode_gaps(streams: GapStreams, counts: I64, floors: I64, ceilings: I64, out: I64) -> None:
     """Write the positions of pooled spans to `out`, each strictly ascending within `[floor, ceiling)`.
 
     Args:
-        streams: the three streams; `low` and `high` are as long as `out`.
+        streams: the four streams; `low` is as long as `out`.
         counts: changes per span, all above 0, adding up to `out.size`.
         floors: first position of each span.
         ceilings: first position after each span.
         out: int64, written whole.
 
     Raises:
-        FormatError: escapes and wide gaps do not match, or a position leaves its span.
+        FormatError: codes and what they announce do not match, or a position leaves its span.
     """
-    gaps = streams.high.astype("<u2")
+    gaps = _high_bytes(streams, out.size).astype("<u2")
     gaps <<= 8
     gaps |= streams.low
     out[...] = gaps
@@ -109,6 +123,28 @@ def decode_gaps(streams: GapStreams, counts: I64, floors: I64, ceilings: I64, ou
         span = int(beyond.argmax())
         raise FormatError("a position lies outside its span", expected=f"below {ceilings[span]}",
                           found=int(out[ends[span] - 1]))  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _fours() -> NDArray[np.uint32]:
+    """Four bytes for each byte of four 2-bit codes."""
+    byte = np.arange(256, dtype="<u4")
+    return (byte & 3) | (byte >> 2 & 3) << 8 | (byte >> 4 & 3) << 16 | (byte >> 6) << 24
+
+
+def _high_bytes(streams: GapStreams, num_gaps: int) -> Bytes:
+    padded = _fours()[streams.quads].view(np.uint8)
+    if padded[num_gaps:].any():
+        raise FormatError("the padding of stream gap_quads is not zero")
+    high = padded[:num_gaps]
+    places = np.flatnonzero(high == 3)
+    if places.size != streams.high.size:
+        raise FormatError("stream gap_high does not match gap_quads", expected=places.size, found=streams.high.size)
+    if streams.high.size:
+        if int(streams.high.min()) < 3:
+            raise FormatError("a byte of stream gap_high is below 3", found=int(streams.high.min()))
+        high[places] = streams.high
+    return high
 
 
 def _check_wide(wide: NDArray[np.uint64], num_changes: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from deltacast.delta.bits import words
 from deltacast.delta.checkpoint import CheckpointSource, CheckpointWriter, write_checkpoint
@@ -26,6 +26,10 @@ from deltacast.delta.errors import DTypeError, FormatError, InputError, StateErr
 from deltacast.delta.fingerprint import fingerprint
 from deltacast.delta.sources import checked, table_of
 from deltacast.delta.table import ParamMeta
+
+
+def _listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def _metas(tensors: dict[str, torch.Tensor]) -> list[ParamMeta]:
@@ -97,7 +101,8 @@ def test_a_hand_written_file_is_read(tmp_path: Path) -> None:
 
 def test_a_file_with_unaligned_tensors_is_read(tmp_path: Path) -> None:
     """Files that are not sorted by width exist; their bits are as good as any."""
-    header = b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"f":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    header = b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+    header += b'"f":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
     path = tmp_path / "x"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\x07" + struct.pack("<2f", 1.5, -2.0))
     tensor = CheckpointSource(path).tensor("f")
@@ -136,7 +141,7 @@ def test_no_descriptor_and_no_mapping_is_left(tmp_path: Path) -> None:
 
     def held() -> tuple[int, int]:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count(path.name)
+        return len(_listing(Path("/proc/self/fd"))), Path("/proc/self/maps").read_text().count(path.name)
 
     before = held()
     for _ in range(5):
@@ -252,13 +257,16 @@ def test_index_and_files_must_agree(folder: Path) -> None:
 
 
 def test_a_tensor_in_two_shards_is_an_error(folder: Path) -> None:
-    save_file({"a": torch.zeros(1), "empty": _MIXED["empty"], "nan": _MIXED["nan"]}, folder / _weight_map(folder)["nan"])
+    tensors = {"a": torch.zeros(1), "empty": _MIXED["empty"], "nan": _MIXED["nan"]}
+    save_file(tensors, folder / _weight_map(folder)["nan"])
     with pytest.raises(FormatError, match="also in") as info:
         CheckpointSource(folder)
     assert info.value.parameter == "a"
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map":{}}', '{"weight_map":[1]}', "{", '{"weight_map":{"a":"x","a":"y"}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"weight_map":{}}', '{"weight_map":[1]}', "{", '{"weight_map":{"a":"x","a":"y"}}']
+)
 def test_a_damaged_index_is_an_error(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(FormatError):
@@ -312,7 +320,7 @@ _HOSTILE = {
     "NaN": _file(b'{"a":NaN}', b""),
     "deep nesting": _file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""),
     "huge integer": _file(b'{"a":' + b"9" * 5000 + b"}", b""),
-    "duplicate tensor": _file(b'{"a":' + json.dumps(_entry()).encode() + b',"a":' + json.dumps(_entry()).encode() + b"}"),
+    "duplicate tensor": _file(b'{"a":%b,"a":%b}' % ((json.dumps(_entry()).encode(),) * 2)),
     "duplicate key": _file(b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}'),
     "entry is no object": _file({"a": 1}),
     "missing key": _file({"a": {"dtype": "U8", "shape": [4]}}),
@@ -404,13 +412,14 @@ def test_the_stock_library_reads_what_is_written(tmp_path: Path) -> None:
     stock = load_file(path)
     assert stock.keys() == _MIXED.keys()
     assert all(_same(stock[name], _MIXED[name]) for name in stock)
-    with safe_open(path, "pt") as opened:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 
 
 def test_files_are_laid_out_like_the_stock_ones(tmp_path: Path) -> None:
     """Widest first, then by name, header padded to 8: the same bytes."""
-    tensors = {"b": torch.ones(3), "a": torch.ones(1), "c": torch.ones(3, dtype=torch.float16), "d": torch.tensor([3]).byte()}
+    half, byte = torch.ones(3, dtype=torch.float16), torch.tensor([3], dtype=torch.uint8)
+    tensors = {"b": torch.ones(3), "a": torch.ones(1), "c": half, "d": byte}
     write_checkpoint(tmp_path / "m", _metas(tensors), tensors.items())
     assert (tmp_path / "m").read_bytes() == save(tensors)
 
@@ -421,9 +430,9 @@ def test_every_dtype_survives_writing(tmp_path: Path) -> None:
     held = dict(CheckpointSource(tmp_path / "m").tensors())
     assert all(_same(held[name], tensors[name]) for name in tensors)
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in held.values())
-    loadable = {name for name in tensors if not name.endswith(("e8m0fnu", "_x2"))}
-    stock = load((tmp_path / "m").read_bytes())
-    assert all(_same(stock[name], tensors[name]) for name in loadable & stock.keys())
+    for name, tensor in tensors.items():
+        write_checkpoint(tmp_path / "one", _metas({name: tensor}), [(name, tensor)])
+        assert (tmp_path / "one").read_bytes() == save({name: tensor}), name
 
 
 def test_other_layouts_are_written_in_row_major_order(tmp_path: Path) -> None:
@@ -471,7 +480,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, error: BaseExcepti
     with pytest.raises(type(error)):
         write_checkpoint(path, _TWO, _failing(error))
     assert path.read_bytes() == b"before"
-    assert os.listdir(tmp_path) == ["m.safetensors"]
+    assert _listing(tmp_path) == ["m.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +497,7 @@ def test_tensors_that_are_not_what_was_listed_leave_no_file(
 ) -> None:
     with pytest.raises(TableError):
         write_checkpoint(tmp_path / "m", _TWO, pairs)
-    assert os.listdir(tmp_path) == []
+    assert _listing(tmp_path) == []
 
 
 def test_what_cannot_be_laid_out_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
@@ -502,7 +511,7 @@ def test_what_cannot_be_laid_out_is_refused_before_a_file_is_made(tmp_path: Path
             write_checkpoint(tmp_path / "m", metas, [])
     with pytest.raises(FileNotFoundError):
         write_checkpoint(tmp_path / "none" / "m", [], [])
-    assert os.listdir(tmp_path) == []
+    assert _listing(tmp_path) == []
 
 
 def test_a_reader_keeps_the_file_that_a_writer_replaces(tmp_path: Path) -> None:
@@ -537,5 +546,5 @@ def test_what_is_written_is_read_back(
     source = CheckpointSource(path)
     assert sorted(source.metas(), key=lambda meta: meta.name) == sorted(metas, key=lambda meta: meta.name)
     assert all(_same(tensor, tensors[name]) for name, tensor in source.tensors())
-    with safe_open(path, "pt") as opened:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as opened:
         assert set(opened.keys()) == set(tensors)

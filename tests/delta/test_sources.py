@@ -15,7 +15,7 @@ from torch import nn
 from deltacast.delta.bits import words
 from deltacast.delta.errors import DTypeError, InputError, TableError
 from deltacast.delta.module_source import ModuleSource, StateDictSource
-from deltacast.delta.sources import ServingDType, WeightSource, checked, matched, table_of
+from deltacast.delta.sources import ServingDType, VLLMSource, WeightSource, checked, matched, table_of
 from deltacast.delta.table import ParamMeta
 
 
@@ -117,6 +117,30 @@ def test_the_table_has_metas_and_aliases() -> None:
     assert [meta.name for meta in table] == ["lm_head.weight"]
     assert table.aliases == {"embed.weight": "lm_head.weight"}
     assert table["embed.weight"].shape == (6, 4)
+
+
+def test_a_vllm_source_is_adapted() -> None:
+    """vLLM's ParamMeta holds a torch dtype; its sources are re-iterable and drop tied names."""
+
+    class Meta:
+        def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+            self.name, self.dtype, self.shape = name, dtype, shape
+
+    class Theirs:
+        def __init__(self, module: nn.Module) -> None:
+            self.module = module
+
+        def metadata(self) -> list[Meta]:
+            return [Meta(name, p.dtype, tuple(p.shape)) for name, p in self.module.named_parameters()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from self.module.named_parameters()
+
+    source = VLLMSource(Theirs(_Tied()), aliases={"embed.weight": "lm_head.weight"}, not_covered=["cache"])
+    for _ in range(2):
+        assert not _held(source)["lm_head.weight"].requires_grad
+    assert table_of(source) == table_of(ModuleSource(_Tied()))
+    assert source.not_covered == ("cache",)
 
 
 # --- what is covered --------------------------------------------------------------------------------------------
@@ -358,6 +382,14 @@ def test_checkpoint_wrappers_are_stripped() -> None:
     assert _names(ModuleSource(module)) == ["0.weight", "0.bias"]
 
 
+def test_only_whole_parts_of_names_are_stripped() -> None:
+    state = {"my_orig_mod.weight": torch.zeros(1), "a._orig_mod.b": torch.zeros(1), "_orig_mod": torch.zeros(1)}
+    with pytest.raises(InputError, match="parameter name"):  # nothing is left of the third
+        StateDictSource(state)
+    del state["_orig_mod"]
+    assert _names(StateDictSource(state)) == ["my_orig_mod.weight", "a.b"]
+
+
 def test_two_names_that_become_one_are_an_error() -> None:
     one = torch.zeros(1)
     with pytest.raises(TableError, match="one name") as info:
@@ -529,6 +561,27 @@ def test_fsdp2_modules_are_refused_by_name(fake_mesh: Any) -> None:
     with pytest.raises(InputError, match="shard") as info:
         ModuleSource(module)
     assert info.value.parameter == "0.weight"
+
+
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD`:FutureWarning")
+def test_fsdp1_is_sent_only_where_it_does_not_shard(fake_mesh: Any) -> None:
+    """With use_orig_params its shards look like ordinary flat parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    def wrapped(strategy: Any, *, use_orig_params: bool) -> nn.Module:
+        module: nn.Module = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(3, 3)), process_group=fake_mesh.get_group(), sharding_strategy=strategy,
+            use_orig_params=use_orig_params, device_id=torch.device("cpu"),
+        )  # fmt: skip
+        return module
+
+    for use_orig_params in (True, False):
+        with pytest.raises(InputError, match="FSDP1"):
+            ModuleSource(wrapped(ShardingStrategy.FULL_SHARD, use_orig_params=use_orig_params))
+    with pytest.raises(InputError, match="flat parameter"):
+        ModuleSource(wrapped(ShardingStrategy.NO_SHARD, use_orig_params=False))
+    source = ModuleSource(wrapped(ShardingStrategy.NO_SHARD, use_orig_params=True))
+    assert [(meta.name, meta.shape) for meta in source.metas()] == [("0.weight", (3, 3)), ("0.bias", (3,))]
 
 
 def test_names_of_ddp_are_stripped(fake_mesh: Any) -> None:
