@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
-from deltacast.delta.errors import BaseError, CorruptionError, InputError, PatchError, TableError, VerificationError
+from deltacast.delta.codec.boxes import check_box, check_disjoint, to_local
+from deltacast.delta.errors import BaseError, CorruptionError, InputError, TableError, VerificationError
 from deltacast.delta.fingerprint import add, box_positions, change_sums, format_sum, words_fingerprint
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered
@@ -44,7 +45,11 @@ class TransactionState(Enum):
 
 @dataclass(slots=True)
 class _Write:
-    """One parameter part's pending write: positions (None: every word), the new words, and the old ones."""
+    """One parameter part's pending write: positions (None: every word), the new words, and the old ones.
+
+    `fingerprint_change` counts from 0 where the update sends every word of the parameter (whatever was there before),
+    else from the parameter's running fingerprint.
+    """
 
     place: int
     memory: WordMemory
@@ -118,9 +123,9 @@ class Transaction:
             InputError: undo would exceed its budget.
         """
         check_base(state, update)
+        _check_patches(state, update)
         update.check_covers(state.table)
-        _check_parts(update)
-        undo_bytes = sum(patch.values.nbytes for patch in update.patches if undo or not patch.is_dense)
+        undo_bytes = sum(patch.values.nbytes for patch in update.patches if undo or not _is_whole(patch))
         if undo_budget_bytes is not None and undo_bytes > undo_budget_bytes:
             raise InputError(
                 "undo would exceed its budget",
@@ -128,8 +133,9 @@ class Transaction:
                 expected=f"at most {undo_budget_bytes} bytes",
                 found=f"{undo_bytes} bytes",
             )
-        writes = _map(lambda patch: _stage_patch(state, update, patch), update.patches, state.threads)
-        after = _resulting_fingerprints(state, update, writes)
+        whole = update.sent_whole()
+        writes = _map(lambda patch: _stage_patch(state, update, patch, whole), update.patches, state.threads)
+        after = _resulting_fingerprints(state, update, writes, whole)
         return cls(state, update, writes, after, undo=undo)
 
     @property
@@ -146,10 +152,12 @@ class Transaction:
         """Write all staged words, read them back, and move the running fingerprints and version.
 
         Raises:
+            BaseError: the state moved since this was staged; nothing was written.
             VerificationError: memory does not hold what was written (two parameters share it, or it is faulty).
                 Everything was rolled back first; so it is for any other exception.
         """
         assert self.state is TransactionState.STAGED, self.state
+        self._require_unmoved()
         self.state = TransactionState.WRITTEN
         try:
             for write in self._writes:
@@ -159,12 +167,11 @@ class Transaction:
                 _put(write, write.new)
             for write in self._writes:
                 _read_back(write)
+            self._owner.fingerprints[:] = self._after
+            self._owner.version = self.update.target_version
         except BaseException:
             self.rollback()
             raise
-        state = self._owner
-        state.fingerprints[:] = self._after
-        state.version = self.update.target_version
 
     def commit(self) -> None:
         """Drop the undo log; the state is at the target version for good."""
@@ -176,12 +183,19 @@ class Transaction:
         """Restore overwritten words, running fingerprints and version together. Audit afterwards.
 
         Where dense words were written without undo, the state is left without a version, its fingerprints rescanned.
+        So it is, but for the rescan, if memory cannot be written: half an update must not pass for a version.
         """
         assert self.state in {TransactionState.STAGED, TransactionState.WRITTEN}, self.state
         written = self._writes[: self._num_written]
-        for write in reversed(written):
-            if write.old is not None:
-                _put(write, write.old)
+        self.state = TransactionState.ROLLED_BACK
+        try:
+            for write in reversed(written):
+                if write.old is not None:
+                    _put(write, write.old)
+        except BaseException:
+            self._owner.version = None
+            self._owner.audited_versions[:] = -1
+            raise
         version, fingerprints, audited = self._before
         self._owner.version = version
         self._owner.fingerprints[:] = fingerprints
@@ -190,7 +204,17 @@ class Transaction:
             self._owner.forget()
         self._num_written = 0
         self._writes.clear()
-        self.state = TransactionState.ROLLED_BACK
+
+    def _require_unmoved(self) -> None:
+        version, fingerprints, _ = self._before
+        if self._owner.version != version or not np.array_equal(self._owner.fingerprints, fingerprints):
+            raise BaseError(
+                "the weights moved since this update was staged",
+                version=self.update.target_version,
+                expected=f"base {version}",
+                found=f"base {self._owner.version}",
+                hint="Stage it again.",
+            )
 
 
 def apply_update(state: WeightState, update: WeightUpdate) -> None:
@@ -204,52 +228,66 @@ def apply_update(state: WeightState, update: WeightUpdate) -> None:
     transaction.commit()
 
 
-def _check_parts(update: WeightUpdate) -> None:
+def _is_whole(patch: SparseWeightPatch) -> bool:
+    """Whether a patch is written without positions, so that what it overwrites is read only for undo."""
+    return patch.indices is None and patch.box is None
+
+
+def _check_patches(state: WeightState, update: WeightUpdate) -> None:
+    """Check what each patch says it is about, and that the parts of a parameter are disjoint."""
     by_name = sorted(update.patches, key=lambda patch: (patch.name, patch.part))
     for name, group in groupby(by_name, key=lambda patch: patch.name):
         parts = list(group)
-        if len(parts) == 1:
-            continue
-        boxes = [patch.box for patch in parts]
-        for i, a in enumerate(boxes):
-            for b in boxes[i + 1 :]:
-                if a is None or b is None or all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(a, b, strict=True)):
-                    raise PatchError("parts of a parameter overlap", parameter=name, found=f"{a} and {b}")
+        meta = state.table[name]
+        for patch in parts:
+            if patch.meta != meta:
+                raise TableError(
+                    "a patch has another dtype or shape",
+                    parameter=name,
+                    expected=f"{meta.dtype}{list(meta.shape)}",
+                    found=f"{patch.meta.dtype}{list(patch.meta.shape)}",
+                )
+            if patch.box is not None:
+                check_box(meta, patch.box)
+        check_disjoint(name, [patch.box for patch in parts])
 
 
-def _stage_patch(state: WeightState, update: WeightUpdate, patch: SparseWeightPatch) -> _Write:
+def _stage_patch(state: WeightState, update: WeightUpdate, patch: SparseWeightPatch, whole: frozenset[str]) -> _Write:
     place = state.table.index(patch.name)
-    meta = state.table.metas[place]
-    if patch.meta != meta:
-        raise TableError(
-            "a patch has another dtype or shape",
-            parameter=patch.name,
-            expected=f"{meta.dtype}{list(meta.shape)}",
-            found=f"{patch.meta.dtype}{list(patch.meta.shape)}",
-        )
-    patch.check_indices()
-    memory = state.memories[place]
-    if patch.indices is None and patch.box is None:
-        change = patch.fingerprint_after - int(state.fingerprints[place])
-        if words_fingerprint(patch.values) != patch.fingerprint_after:
-            raise _bad_result(update, patch, words_fingerprint(patch.values))
+    memory, running = state.memories[place], int(state.fingerprints[place])
+    _check_positions(patch)
+    if patch.box is None and patch.fingerprint_before not in {None, running}:
+        raise _other_bits(patch, running, int(patch.fingerprint_before or 0))
+    if _is_whole(patch):
+        change = words_fingerprint(patch.values)
+        _check_result(update, patch, change)
         return _Write(place, memory, None, patch.values, None, change)
     positions = _positions(patch)
     old = memory.read(positions)
-    if patch.form == "delta":
-        signed = meta.row.signed_magnitude
-        new = ordered(old, signed_magnitude=signed)
-        new = unordered(new + patch.values, signed_magnitude=signed)
-    else:
-        new = patch.values
+    new = _new_words(patch, old)
     old_sum, new_sum = change_sums(positions, old, new)
-    if not update.is_seed and patch.indices is not None:
+    if patch.is_dense:
+        _check_result(update, patch, new_sum)
+    else:
         _check_overwritten(state, patch, place, old_sum)
-    if patch.fingerprint_before is not None:
-        after = add(patch.fingerprint_before, new_sum - old_sum)
-        if after != patch.fingerprint_after:
-            raise _bad_result(update, patch, after)
-    return _Write(place, memory, positions, new, old, add(new_sum, -old_sum))
+        before = running if patch.box is None else patch.fingerprint_before
+        if before is not None:
+            _check_result(update, patch, add(before, new_sum - old_sum))
+    change = new_sum if patch.name in whole else new_sum - old_sum
+    return _Write(place, memory, positions, new, old, add(0, change))
+
+
+def _check_positions(patch: SparseWeightPatch) -> None:
+    patch.check_indices()
+    if patch.indices is not None and patch.box is not None:
+        to_local(patch.indices, patch.meta, patch.box)  # raises for a position outside the box
+
+
+def _new_words(patch: SparseWeightPatch, old: Words) -> Words:
+    if patch.form == "absolute":
+        return patch.values
+    signed = patch.meta.row.signed_magnitude
+    return unordered(ordered(old, signed_magnitude=signed) + patch.values, signed_magnitude=signed)
 
 
 def _positions(patch: SparseWeightPatch) -> NDArray[np.int64]:
@@ -276,26 +314,35 @@ def _check_overwritten(state: WeightState, patch: SparseWeightPatch, place: int,
             hint="Repair it: have the trainer send this parameter whole.",
         )
     if patch.old_sum is not None:
-        raise VerificationError(
-            "the update was made against other bits",
-            parameter=patch.name,
-            expected=format_sum(patch.old_sum),
-            found=format_sum(old_sum),
-        )
+        raise _other_bits(patch, patch.old_sum, old_sum)
 
 
-def _bad_result(update: WeightUpdate, patch: SparseWeightPatch, found: int) -> VerificationError:
+def _other_bits(patch: SparseWeightPatch, expected: int, found: int) -> VerificationError:
     return VerificationError(
-        "the patch does not give the fingerprint it promises",
+        "the update was made against other bits",
         parameter=patch.name,
-        version=update.target_version,
-        expected=format_sum(patch.fingerprint_after),
+        expected=format_sum(expected),
         found=format_sum(found),
     )
 
 
-def _resulting_fingerprints(state: WeightState, update: WeightUpdate, writes: Sequence[_Write]) -> NDArray[np.uint64]:
+def _check_result(update: WeightUpdate, patch: SparseWeightPatch, found: int) -> None:
+    if found != patch.fingerprint_after:
+        raise VerificationError(
+            "the patch does not give the fingerprint it promises",
+            parameter=patch.name,
+            version=update.target_version,
+            expected=format_sum(patch.fingerprint_after),
+            found=format_sum(found),
+        )
+
+
+def _resulting_fingerprints(
+    state: WeightState, update: WeightUpdate, writes: Sequence[_Write], whole: frozenset[str]
+) -> NDArray[np.uint64]:
     after = state.fingerprints.copy()
+    for name in whole:
+        after[state.table.index(name)] = 0
     for write in writes:
         after[write.place] = add(int(after[write.place]), write.fingerprint_change)
     digest = state.table.state_digest(after)

@@ -39,12 +39,12 @@ def strided_words(tensor: torch.Tensor, *, name: str = "tensor") -> torch.Tensor
     """
     tensor = tensor.detach()
     dtype = dtype_of(tensor.dtype)
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
         raise InputError(
             "a tensor without plain memory",
             parameter=name,
             expected="a strided tensor with data",
-            found=f"layout {tensor.layout} on {tensor.device}",
+            found=f"layout {'nested' if tensor.is_nested else tensor.layout} on {tensor.device}",
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InputError(
@@ -85,8 +85,10 @@ def from_words(array: Words, dtype: DType, shape: tuple[int, ...]) -> torch.Tens
     """View words as a tensor of `dtype` and `shape`; shares the array's memory, which must be writable.
 
     Raises:
-        InputError: the number of words does not fit the shape.
+        InputError: the words are of another size than the dtype's, or their number does not fit the shape.
     """
+    if array.dtype.itemsize != dtype.word_bytes:
+        raise InputError("words of another size", expected=dtype.numpy_word, found=array.dtype)
     expected = int(np.prod(shape, dtype=object)) * dtype.words_per_element
     if array.size != expected:
         raise InputError("words do not fill the shape", expected=expected, found=array.size)

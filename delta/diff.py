@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words, numpy_words, words
-from deltacast.delta.errors import TableError
+from deltacast.delta.errors import StateError, TableError
 from deltacast.delta.fingerprint import add, change_sums, words_fingerprint
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
@@ -81,6 +81,8 @@ def _device_diff(meta: ParamMeta, old: WordMemory, new: torch.Tensor, before: in
     old_flat = words(old.tensor, name=meta.name)
     new_flat = words(new, name=meta.name).to(old_flat.device)
     index = torch.nonzero(old_flat != new_flat).view(-1)
+    if index.numel() > _DENSE_ABOVE * meta.num_words:
+        return dense_patch(meta, new, before=before)
     positions = index.cpu().numpy()
     old_words = old_flat.index_select(0, index).cpu().numpy().view(meta.row.numpy_word)
     new_words = new_flat.index_select(0, index).cpu().numpy().view(meta.row.numpy_word)
@@ -139,14 +141,19 @@ def diff_state(
         optimizer_step: metadata.
 
     Raises:
-        TableError: a parameter is missing, unknown, or changed its dtype or shape.
+        TableError: a parameter is missing, unknown, there twice, or changed its dtype or shape.
+        StateError: the baseline has no version.
     """
+    version = _known_version(base)
     seen: set[int] = set()
 
     def places() -> Iterator[tuple[int, torch.Tensor]]:
         for meta, tensor in new:
-            seen.add(base.table.index(meta.name))
-            yield base.table.index(meta.name), tensor
+            place = base.table.index(meta.name)
+            if place in seen:
+                raise TableError("the new weights hold a parameter twice", parameter=meta.name)
+            seen.add(place)
+            yield place, tensor
 
     def one(pair: tuple[int, torch.Tensor]) -> SparseWeightPatch | None:
         place, tensor = pair
@@ -154,19 +161,13 @@ def diff_state(
 
     found = list(_in_threads(one, places(), base.threads))
     missing = next((meta.name for i, meta in enumerate(base.table) if i not in seen), None)
-    if missing is not None or len(found) != len(base.table):
-        raise TableError(
-            "the new weights are not the baseline's parameters, each once",
-            parameter=missing,
-            expected=len(base.table),
-            found=len(found),
-        )
+    if missing is not None:
+        raise TableError("the new weights lack a parameter of the baseline", parameter=missing)
     found.sort(key=lambda patch: -1 if patch is None else base.table.index(patch.name))
     patches = tuple(patch for patch in found if patch is not None)
     fingerprints = base.fingerprints.copy()
     for patch in patches:
         fingerprints[base.table.index(patch.name)] = patch.fingerprint_after
-    version = 0 if base.version is None else base.version
     return WeightUpdate(
         run_id=run_id,
         epoch=epoch,
@@ -200,6 +201,12 @@ def _in_threads(
             yield pending.popleft().result()
 
 
+def _known_version(state: WeightState) -> int:
+    if state.version is None:
+        raise StateError("weights without a version cannot be published", hint="Seed the state, or set its version.")
+    return state.version
+
+
 def seed(state: WeightState, *, run_id: str, epoch: int = 0, names: Iterable[str] | None = None) -> WeightUpdate:
     """Make a dense update that gives a worker this state's weights.
 
@@ -212,10 +219,12 @@ def seed(state: WeightState, *, run_id: str, epoch: int = 0, names: Iterable[str
 
     Raises:
         TableError: no such parameter.
+        StateError: the state has no version.
     """
-    metas = list(state.table) if names is None else [state.table[name] for name in sorted(set(names))]
+    version = _known_version(state)
+    places = range(len(state.table)) if names is None else sorted({state.table.index(name) for name in names})
+    metas = [state.table.metas[place] for place in places]
     patches = tuple(dense_patch(meta, state.memory(meta.name).tensor) for meta in metas)
-    version = 0 if state.version is None else state.version
     repair = names is not None
     return WeightUpdate(
         run_id=run_id,

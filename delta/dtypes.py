@@ -157,7 +157,7 @@ def dtype_of_safetensors(code: str) -> DType:
     Raises:
         DTypeError: the code is not one that deltacast reads.
     """
-    row = _BY_SAFETENSORS.get(code)
+    row = _BY_SAFETENSORS.get(code) if isinstance(code, str) else None
     if row is None:
         raise DTypeError("unknown safetensors dtype", expected=f"one of {', '.join(_BY_SAFETENSORS)}", found=repr(code))
     return row

@@ -194,14 +194,21 @@ def _torch_fingerprint(flat: torch.Tensor, chunk: int = 1 << 22) -> int:
     return int(total) & _MASK
 
 
-def box_positions(full_shape: Sequence[int], box: Box, words_per_element: int = 1) -> Iterable[tuple[int, int, int]]:
+def box_positions(
+    full_shape: Sequence[int], box: Box, words_per_element: int = 1, *, name: str = "tensor"
+) -> Iterable[tuple[int, int, int]]:
     """Yield the contiguous runs of a box as `(local word, global word, number of words)`, in row-major order.
 
     Raises:
         InputError: the box does not lie in the shape.
     """
     if len(box) != len(full_shape) or any(not 0 <= lo <= hi <= n for (lo, hi), n in zip(box, full_shape, strict=True)):
-        raise InputError("a shard's box lies outside the parameter", expected=f"inside {tuple(full_shape)}", found=box)
+        raise InputError(
+            "a shard's box lies outside the parameter",
+            parameter=name,
+            expected=f"inside {tuple(full_shape)}",
+            found=box,
+        )
     extents = [hi - lo for lo, hi in box]
     if 0 in extents:
         return
@@ -239,6 +246,6 @@ def shard_fingerprint(shard: torch.Tensor, full_shape: Sequence[int], box: Box, 
     local = numpy_words(shard, name=name)
     factor = dtype_of(shard.dtype).words_per_element
     total = 0
-    for here, there, count in box_positions(full_shape, box, factor):
+    for here, there, count in box_positions(full_shape, box, factor, name=name):
         total += words_fingerprint(local[here : here + count], there)
     return total & _MASK

@@ -7,6 +7,8 @@ copy and `data_ptr()` stays what it was.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from deltacast.delta.bits import Words, numpy_words, strided_words
 from deltacast.delta.dtypes import dtype_of
 from deltacast.delta.errors import InputError
 from deltacast.delta.fingerprint import fingerprint
+from deltacast.delta.overlap import overlaps_itself
 
 __all__ = ["WordMemory"]
 
@@ -28,7 +31,7 @@ class WordMemory:
 
     Raises:
         DTypeError, InputError: the bits cannot be addressed, or several elements share one memory cell
-            (an expanded tensor), so that a write to one would change others.
+            (an expanded tensor, overlapping windows), so that a write to one would change others.
     """
 
     __slots__ = ("_flat", "_view", "name", "num_words", "numpy_word", "tensor")
@@ -37,9 +40,9 @@ class WordMemory:
         self.name = name
         self.tensor = tensor.detach()
         self._view = strided_words(tensor, name=name)
-        if any(stride == 0 and size > 1 for stride, size in zip(self._view.stride(), self._view.shape, strict=True)):
+        if overlaps_itself(self._view):
             raise InputError(
-                "an expanded tensor cannot be written in place",
+                "an expanded or overlapping tensor cannot be written in place",
                 parameter=name,
                 hint="Pass its base, or a contiguous copy.",
             )
@@ -49,14 +52,14 @@ class WordMemory:
 
     def read(self, positions: NDArray[np.int64]) -> Words:
         """Gather words at flat positions, which must be in range; returns host memory of its own."""
-        index = torch.from_numpy(positions).to(self._view.device)
+        index = torch.from_numpy(_plain(positions)).to(self._view.device)
         picked = self._flat.index_select(0, index) if self._flat is not None else self._view[self._unravel(index)]
         words: Words = picked.cpu().numpy()
         return words.view(self.numpy_word)
 
     def write(self, positions: NDArray[np.int64], words: Words) -> None:
         """Scatter words to flat positions, which must be in range and unique."""
-        index = torch.from_numpy(positions).to(self._view.device)
+        index = torch.from_numpy(_plain(positions)).to(self._view.device)
         source = self._as_torch(words)
         if self._flat is not None:
             self._flat.index_copy_(0, index, source)
@@ -79,9 +82,13 @@ class WordMemory:
         return fingerprint(self.tensor, name=self.name)
 
     def _as_torch(self, words: Words) -> torch.Tensor:
-        writable = words if words.flags.writeable else words.copy()  # torch warns about read-only arrays
-        signed = writable.view(np.uint8 if words.itemsize == 1 else f"<i{words.itemsize}")
+        signed = _plain(words).view(np.uint8 if words.itemsize == 1 else f"<i{words.itemsize}")
         return torch.from_numpy(signed).to(self._view.device)
 
     def _unravel(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.unravel_index(index, self._view.shape)
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that torch takes: it warns about read-only ones and refuses negative strides."""
+    return np.require(array, requirements=["C", "W"])

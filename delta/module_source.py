@@ -7,7 +7,7 @@ nothing: a parameter of which this rank holds only a shard is refused by name.
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,8 +35,9 @@ _WRAPPERS: Final = {
 """Wrapper class -> attribute that holds the wrapped module. By class name, so that nothing is imported for it."""
 
 _WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_PLAIN: Final = (torch.Tensor, nn.Parameter)
-_GATHER_HINT: Final = "Gather it first (DTensor.full_tensor, FSDP full state dict) and pass a StateDictSource."
+_GATHER_HINT: Final = (
+    "Gather it first (DTensor.full_tensor, FSDP full state dict, GatheredParameters) and pass a StateDictSource."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class _Found:
             raw = None
         if not isinstance(raw, torch.Tensor):
             raise TableError("a parameter is gone since the source was listed", parameter=self.name)
-        tensor = raw.detach() if type(raw) in _PLAIN and raw.layout == torch.strided else _local(self.name, raw)
+        tensor = raw.detach() if _is_plain(raw) else _local(self.name, raw)
         storage = tensor.untyped_storage().data_ptr() if not tensor.is_meta else 0
         if storage == 0:  # meta and zero-size tensors have no address: only the same object is the same
             return tensor, id(raw)
@@ -85,7 +86,7 @@ class _Plan:
     not_covered: list[str] = field(default_factory=list)
 
 
-class _TorchSource:
+class _TorchSource(ABC):
     """What the two sources share: selection, ties, serving dtype."""
 
     def __init__(
@@ -324,12 +325,23 @@ def _searches(pattern: str, name: str) -> bool:
         return False
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in {torch.Tensor, nn.Parameter}
+        and tensor.layout == torch.strided
+        and not getattr(tensor, "_is_flat_param", False)
+        and getattr(tensor, "ds_shape", tensor.shape) == tensor.shape
+    )
+
+
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter as a plain tensor that holds all of it, or refuse it by name."""
     if is_lazy(tensor):
         raise InputError("a lazy parameter is not initialised", parameter=name, hint="Run a forward pass first.")
     if getattr(tensor, "_is_flat_param", False):
         raise InputError("an FSDP flat parameter has no name of its own", parameter=name, hint=_GATHER_HINT)
+    if getattr(tensor, "ds_shape", tensor.shape) != tensor.shape:
+        raise InputError("DeepSpeed ZeRO-3 has partitioned a parameter", parameter=name, hint=_GATHER_HINT)
     if hasattr(tensor, "to_local") and hasattr(tensor, "placements"):
         return _whole_dtensor(name, tensor)
     if hasattr(type(tensor), "__tensor_flatten__"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,12 @@ class SparseWeightPatch:
 
     def __post_init__(self) -> None:
         name = self.meta.name
+        for label in ("indices", "values", "base_values"):
+            array = getattr(self, label)
+            if not isinstance(array, np.ndarray) and (array is not None or label == "values"):
+                raise PatchError(f"{label} are not a numpy array", parameter=name, found=type(array).__name__)
+        if self.form not in get_args(Form):
+            raise PatchError("unknown form", parameter=name, expected=get_args(Form), found=repr(self.form))
         if self.values.dtype != self.meta.row.numpy_word or self.values.ndim != 1 or not self.values.flags.c_contiguous:
             raise PatchError(
                 "bad values",
@@ -102,9 +108,13 @@ class SparseWeightPatch:
                 expected=f"int64[{self.values.size}]",
                 found=f"{self.indices.dtype}{list(self.indices.shape)}",
             )
-        if self.base_values is not None and self.base_values.shape != self.values.shape:
+        old = self.base_values
+        if old is not None and (old.dtype != self.values.dtype or old.shape != self.values.shape):
             raise PatchError(
-                "base_values do not fit values", parameter=name, expected=self.values.size, found=self.base_values.size
+                "base_values do not fit values",
+                parameter=name,
+                expected=f"{self.values.dtype}[{self.values.size}]",
+                found=f"{old.dtype}{list(old.shape)}",
             )
 
     @property
@@ -180,7 +190,7 @@ class WeightUpdate:
         aliases: alias -> name, of tied parameters.
 
     Raises:
-        InputError: versions or epoch out of order; a (name, part) twice.
+        InputError: versions or epoch out of order; other bits under the same version; a (name, part) twice.
     """
 
     run_id: str
@@ -199,8 +209,20 @@ class WeightUpdate:
         if (self.base_version is None) != (self.base_digest is None):
             raise InputError("a base version and its digest go together", version=self.target_version)
         floor = 0 if self.base_version is None else self.base_version
-        if self.epoch < 0 or self.target_version < floor:
-            raise InputError("versions only go up", expected=f"at least {floor}", found=self.target_version)
+        if floor < 0 or self.epoch < 0 or self.target_version < floor:
+            raise InputError(
+                "epochs and versions count from 0 and only go up",
+                expected=f"a version of at least {max(floor, 0)}",
+                found=f"version {self.target_version}, base {self.base_version}, epoch {self.epoch}",
+            )
+        if self.base_version == self.target_version and self.base_digest != self.target_digest:
+            raise InputError(
+                "a version never stands for other bits",
+                version=self.target_version,
+                expected=self.base_digest,
+                found=self.target_digest,
+                hint="Publish them as a new version.",
+            )
         seen = {(patch.name, patch.part) for patch in self.patches}
         if len(seen) != len(self.patches):
             raise InputError("a parameter part has two patches", version=self.target_version)
@@ -215,13 +237,24 @@ class WeightUpdate:
         """Whether this needs no base: every parameter is sent whole."""
         return self.base_version is None
 
+    def sent_whole(self) -> frozenset[str]:
+        """Return the names of parameters whose every word is sent, in one patch or in parts that are disjoint."""
+        num_words: dict[str, int] = {}
+        for patch in self.patches:
+            if patch.is_dense:
+                num_words[patch.name] = num_words.get(patch.name, 0) + patch.values.size
+        metas = {patch.name: patch.meta for patch in self.patches}
+        return frozenset(name for name, num in num_words.items() if num == metas[name].num_words)
+
     def check_covers(self, table: ParameterTable) -> None:
-        """Check that a seed sends every parameter of the table.
+        """Check that a seed sends every word of every parameter of the table.
 
         Raises:
-            InputError: naming the first parameter that is missing.
+            InputError: naming the first parameter that is not sent whole.
         """
-        sent: dict[str, Any] = {patch.name: None for patch in self.patches}
-        missing = next((meta.name for meta in table if meta.name not in sent), None)
-        if self.is_seed and missing is not None:
-            raise InputError("a seed must send every parameter", parameter=missing, version=self.target_version)
+        if not self.is_seed:
+            return
+        whole = self.sent_whole()
+        missing = next((meta.name for meta in table if meta.name not in whole), None)
+        if missing is not None:
+            raise InputError("a seed must send every parameter whole", parameter=missing, version=self.target_version)

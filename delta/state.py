@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from deltacast.delta.dtypes import dtype_of
 from deltacast.delta.errors import InputError, TableError
 from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.memory import WordMemory
+from deltacast.delta.overlap import require_apart
 from deltacast.delta.table import ParameterTable, ParamMeta
 
 __all__ = ["Damage", "WeightState", "rolling_slices"]
@@ -53,7 +55,8 @@ class WeightState:
         threads: for scans.
 
     Raises:
-        DTypeError, InputError, TableError: a tensor cannot be addressed or written, or a bad name.
+        DTypeError, InputError, TableError: a tensor cannot be addressed or written, two of them share memory
+            without being declared as aliases, a bad name, or a negative version.
     """
 
     def __init__(
@@ -64,9 +67,12 @@ class WeightState:
         version: int | None = None,
         threads: int = 1,
     ) -> None:
+        if version is not None and version < 0:
+            raise InputError("versions count from 0", found=version)
         metas = [ParamMeta(name, dtype_of(t.dtype).name, tuple(t.shape)) for name, t in tensors.items()]
         self.table = ParameterTable(metas, aliases)
         self.memories = tuple(WordMemory(tensors[meta.name], name=meta.name) for meta in self.table)
+        require_apart((memory.name, memory.tensor) for memory in self.memories)
         self.version = version
         self.threads = max(1, threads)
         self.fingerprints = np.zeros(len(self.table), np.uint64)
@@ -157,7 +163,8 @@ class WeightState:
             return list(pool.map(lambda i: self.memories[i].fingerprint(), places))
 
 
-def rolling_slices(table: ParameterTable, of: int) -> list[list[int]]:
+@lru_cache(maxsize=4)  # every round asks anew, and 40,000 parameters take 0.2 s
+def rolling_slices(table: ParameterTable, of: int) -> tuple[tuple[int, ...], ...]:
     """Cut a table into `of` slices of about equal bytes: largest parameter first, into the lightest slice.
 
     Deterministic, so that trainer and workers mean the same slice. Returns table places.
@@ -173,4 +180,4 @@ def rolling_slices(table: ParameterTable, of: int) -> list[list[int]]:
         lightest = min(range(of), key=lambda s: (weights[s], s))
         slices[lightest].append(i)
         weights[lightest] += table.metas[i].nbytes
-    return [sorted(places) for places in slices]
+    return tuple(tuple(sorted(places)) for places in slices)

@@ -50,6 +50,7 @@ class TrainerInitInfo:
         version: the version that the source's weights are at init.
         timeout_s: for each phase of a round.
         decision_timeout_s: how long a worker that has voted waits before it rolls back and calls itself stale.
+        join_timeout_s: how long to wait at init for workers that may still be loading a model.
         audit: how much a worker rescans in each round.
         values: the form of the values on the wire (docs/format.md).
         threads: for diff, encode and scans.
@@ -69,6 +70,7 @@ class TrainerInitInfo:
     version: int = 0
     timeout_s: float = 60.0
     decision_timeout_s: float = 120.0
+    join_timeout_s: float = 600.0
     audit: AuditPolicy = 16
     values: Literal["auto", "delta", "absolute"] = "auto"
     threads: int = 1
@@ -76,8 +78,8 @@ class TrainerInitInfo:
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.threads < 1 or not 0 <= self.port < 65536:
             raise InputError("num_workers, threads or port out of range", found=self)
-        if min(self.timeout_s, self.decision_timeout_s) <= 0:
-            raise InputError("timeouts must be positive", found=f"{self.timeout_s} s, {self.decision_timeout_s} s")
+        if min(self.timeout_s, self.decision_timeout_s, self.join_timeout_s) <= 0:
+            raise InputError("timeouts must be positive", found=self)
         _check_audit(self.audit)
         _check_secret(self.secret)
 

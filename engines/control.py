@@ -280,18 +280,18 @@ class Listener:
         """Wait for the next worker that proves it knows the secret; strangers are dropped.
 
         Returns:
-            Its channel; None if `task` ended first.
+            Its channel; None if `task` failed first.
 
         Raises:
             DeadlineError: none came in time.
         """
-        watched = [self._sock, *((task,) if task and not task.done else ())]
         while True:
+            if task is not None and task.error is not None:
+                return None
+            watched = [self._sock, *((task,) if task is not None and not task.done else ())]
             readable, _, _ = select.select(watched, [], [], deadline.left_s("a worker"))
             if self._sock in readable and (channel := self.accept_waiting()) is not None:
                 return channel
-            if task is not None and task in readable:
-                return None
 
     def accept_waiting(self) -> Channel | None:
         """Accept one connection that is already there; None if there is none, or it is a stranger's."""

@@ -129,7 +129,7 @@ class RoundTrainer(TrainerEngine):
     def _admit_first(self) -> None:
         info = self.worker_init_info
         with self._session(Task("client", lambda: self._client.init_transfer_engine(info))):
-            deadline = Deadline(self._info.timeout_s)
+            deadline = Deadline(self._info.join_timeout_s)
             while len(self._workers.members) < self._info.num_workers:
                 self._workers.admit_next(deadline)
             self._catch_up()
@@ -170,29 +170,35 @@ class RoundTrainer(TrainerEngine):
         self._workers.raise_client_error()
 
     def _catch_up(self) -> None:
-        """Give every new worker the baseline's bits, all of them or the parameters that it damaged."""
-        self._workers.ensure_group()
-        members = self._workers.members
-        seeds = [member for member in members if member.action == "seed"]
-        repairs = [member for member in members if member.action == "repair"]
-        if seeds:
-            self._send_baseline(None, seeds)
-        if repairs:
-            self._send_baseline({name for member in repairs for name in member.hello.damaged}, repairs)
-        for member in (*seeds, *repairs):
-            self._seeded.append(f"{member.name}: {member.action} ({member.reason})")
-            member.action = "leave"
+        """Give every new worker the baseline's bits: all of them, or the parameters that were damaged.
 
-    def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> None:
+        A worker that fails at this is dropped, and the rest start over: a bad joiner stops nobody.
+
+        Raises:
+            TransportError: no worker is left.
+        """
+        while True:
+            self._workers.ensure_group()
+            behind = [member for member in self._workers.members if member.action != "leave"]
+            if not behind:
+                return
+            action = behind[0].action
+            receivers = [member for member in behind if member.action == action]
+            names = {name for member in receivers for name in member.hello.damaged} if action == "repair" else None
+            if self._send_baseline(names, receivers):
+                for member in receivers:
+                    self._seeded.append(f"{member.name}: {member.action} ({member.reason})")
+                    member.action = "leave"
+
+    def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> bool:
+        """Send the baseline, or some parameters of it; False if members were lost over it."""
         update = self.baseline.seed(names)
         outcome = self._round(update, self._encode(update), receivers, advance=False)
-        if not outcome.committed:
-            who = {member.rank: member.name for member in self._workers.members}
-            raise RoundAbortedError(
-                f"catching up failed: {_reasons(outcome.errors, who)}",
-                version=self.baseline.version,
-                rank=next(iter(outcome.errors), None),
-            )
+        if not outcome.committed and not any(outcome.errors):
+            raise RoundAbortedError(f"catching up failed: {outcome.errors[0]}", version=self.baseline.version)
+        for member in self._workers.members:
+            member.lost = member.lost or outcome.errors.get(member.rank, "")
+        return outcome.committed
 
     def _publish(self, optimizer_step: int | None) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
@@ -208,8 +214,8 @@ class RoundTrainer(TrainerEngine):
             repaired = outcome.damaged
             _LOG.warning("deltacast repairs %s", repaired)
             self._workers.ensure_group()
-            self._send_baseline({name for _, name in repaired}, self._workers.members)
-            outcome = self._round(update, encoded, self._workers.members, advance=True)
+            if self._send_baseline({name for _, name in repaired}, self._workers.members):
+                outcome = self._round(update, encoded, self._workers.members, advance=True)
         return self._report(update, encoded, outcome, StageTimes(diff_s, encode_s), repaired)
 
     def _encode(self, update: WeightUpdate) -> EncodedRound:
@@ -306,6 +312,8 @@ class RoundTrainer(TrainerEngine):
         unanimous = not outcome.errors and len(outcome.verdicts) == len(members)
         outcome.committed = self.decisions.decide(outcome.key, commit=unanimous)
         self._machine.step("decide")
+        if len(outcome.verdicts) < len(members):
+            self._workers.drop_group()  # wakes workers that still wait for payload
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed and staged is not None:
             self.baseline.advance(staged)

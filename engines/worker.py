@@ -237,8 +237,9 @@ class RoundWorker(WorkerEngine):
             self._undo(current)
             self._machine.step("decision")  # nobody will decide; without a COMMIT it is an ABORT
             raise
-        self._send(self._obey(current, commit=early.commit), info)
+        ack = self._obey(current, commit=early.commit)
         self._machine.step("decision")
+        self._send(ack, info)
 
     def _prepare(self, propose: Propose, rows: bytes, info: WorkerInitInfo) -> tuple[_Round, str]:
         """Check everything that can be checked without the payload, and take the buffer for it."""

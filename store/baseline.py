@@ -55,7 +55,7 @@ class Baseline:
             raise InputError("epoch and version count from 0", found=f"epoch {epoch}, version {version}")
         self.run_id = run_id
         self.epoch = epoch
-        copies = {meta.name: _own_copy(tensor, placement) for meta, tensor in checked(source)}
+        copies = {meta.name: _own_copy(meta.name, tensor, placement) for meta, tensor in checked(source)}
         self.state = WeightState(copies, aliases=dict(source.aliases), version=version, threads=threads)
 
     @property
@@ -111,8 +111,8 @@ class Baseline:
         staged.commit()
 
 
-def _own_copy(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+def _own_copy(name: str, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     copy = torch.empty(plain.shape, dtype=plain.dtype, device=placement)
-    strided_words(copy).copy_(strided_words(plain))  # as integers: a float copy may quieten a signalling NaN
+    strided_words(copy).copy_(strided_words(plain, name=name))  # as integers: a float copy may quieten a signalling NaN
     return copy

@@ -20,6 +20,7 @@ from deltacast.delta.checkpoint import CheckpointSource
 from deltacast.delta.diff import diff_state
 from deltacast.delta.errors import CorruptionError, InputError, StateError, TableError
 from deltacast.delta.patching import open_for_patching, patched_copy, recover
+from deltacast.delta.sources import checked
 from deltacast.delta.state import WeightState
 
 _INDEX = "model.safetensors.index.json"
@@ -145,7 +146,7 @@ def test_an_update_is_applied_to_a_copy_and_in_place(base: Path, tmp_path: Path)
     save_file(wanted, target)
     with CheckpointSource(base) as source:
         old = WeightState(dict(source.tensors()), version=1)
-        update = diff_state(old, wanted.items(), run_id="r", epoch=0, target_version=2)
+        update = diff_state(old, checked(CheckpointSource(target)), run_id="r", target_version=2)
     with patched_copy(base, tmp_path / "out") as tensors:
         apply_update(WeightState(tensors, version=1), update)
     with open_for_patching(base) as checkpoint:

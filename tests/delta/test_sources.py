@@ -120,7 +120,7 @@ def test_the_table_has_metas_and_aliases() -> None:
 
 
 def test_a_vllm_source_is_adapted() -> None:
-    """vLLM's ParamMeta holds a torch dtype; its sources are re-iterable and drop tied names."""
+    """A ParamMeta of vLLM holds a torch dtype; its sources are re-iterable and drop tied names."""
 
     class Meta:
         def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -503,6 +503,19 @@ def test_lazy_and_quantised_parameters_are_refused_by_name() -> None:
     with pytest.raises(DTypeError, match="qint8") as info:
         StateDictSource({"a.weight": quantised})
     assert info.value.parameter == "a.weight"
+
+
+def test_a_partitioned_zero3_parameter_is_refused() -> None:
+    """Between forward passes DeepSpeed ZeRO-3 leaves an empty placeholder that knows its real shape."""
+    module = nn.Linear(2, 3)
+    placeholder: Any = nn.Parameter(torch.empty(0))
+    placeholder.ds_shape = torch.Size([3, 2])
+    module.weight = placeholder
+    with pytest.raises(InputError, match=r"ZeRO-3.*Gather") as info:
+        ModuleSource(module)
+    assert info.value.parameter == "weight"
+    module.weight.data = torch.zeros(3, 2)  # what GatheredParameters does
+    assert ModuleSource(module).metas()[0].shape == (3, 2)
 
 
 def test_sparse_layouts_have_no_plain_memory() -> None:

@@ -1,0 +1,235 @@
+"""Worker engines in processes of their own, driven over pipes; and the small model that they serve.
+
+Targets of spawned processes must be importable by a child, hence a module here and not in a test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from deltacast.delta.module_source import ModuleSource
+from deltacast.engines.base import WorkerInitInfo
+from deltacast.engines.report import WorkerReport
+from deltacast.engines.sparse_nccl import SparseNcclWorker
+from torch import nn
+
+REPLY_S = 30.0
+DIE_AT = ("ready", "payload", "received", "written", "voted", "decided", "acked")
+
+
+class Policy(nn.Module):
+    """A few parameters of several dtypes, a tied pair, a buffer, a 0-d and an empty one."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+        self.embed = make(60, 32)
+        self.head = self.embed
+        self.up = make(32, 96)
+        self.router = make(32, 4, dtype=torch.float32)
+        self.scale = make()
+        self.nothing = make(0, 8)
+        self.register_buffer("bias", torch.randn(16, generator=generator))
+
+    def step(self, seed: int, share: float = 0.02) -> None:
+        """Move a share of every tensor's elements, in place."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for tensor in (self.embed, self.up, self.router, self.scale, self.get_buffer("bias")):
+                chosen = torch.rand(tensor.shape, generator=generator) < share
+                tensor.add_(chosen * tensor.abs() * 0.05)
+
+
+def weights_of(module: nn.Module) -> dict[str, bytes]:
+    """Return every entry of the state dict as raw bytes."""
+    return {
+        name: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in module.state_dict().items()
+    }
+
+
+class DyingWorker(SparseNcclWorker):
+    """Kill (or freeze) the own process at one of `DIE_AT` in round `at_round`."""
+
+    def __init__(self, module: nn.Module, step: str, at_round: int, how: signal.Signals) -> None:
+        super().__init__(ModuleSource(module))
+        self._die_step, self._die_round, self._die_how = step, at_round, how
+
+    def _maybe_die(self, step: str, number: int) -> None:
+        if step == self._die_step and number == self._die_round:
+            os.kill(os.getpid(), self._die_how)
+
+    def _prepare(self, propose: Any, rows: bytes, info: WorkerInitInfo) -> Any:
+        self._maybe_die("ready", propose.key.round)
+        return super()._prepare(propose, rows, info)
+
+    def _receive_payload(self, current: Any) -> Any:
+        self._maybe_die("payload", current.propose.key.round)
+        return super()._receive_payload(current)
+
+    def _vote(self, current: Any, info: WorkerInitInfo) -> Any:
+        self._maybe_die("received", current.propose.key.round)
+        verdict = super()._vote(current, info)
+        self._maybe_die("written", current.propose.key.round)
+        return verdict
+
+    def _await_decision(self, key: Any, deadline: Any) -> Any:
+        self._maybe_die("voted", key.round)
+        decision = super()._await_decision(key, deadline)
+        self._maybe_die("decided", key.round)
+        return decision
+
+    def _send(self, message: Any, info: WorkerInitInfo) -> None:
+        super()._send(message, info)
+        if message.kind == "ack":
+            self._maybe_die("acked", message.key.round)
+
+
+def serve(pipe: Connection, seed: int, die: tuple[str, int, signal.Signals] | None) -> None:
+    """Run one worker, answering commands until the pipe closes."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    module = Policy(seed)
+    worker = DyingWorker(module, *die) if die else SparseNcclWorker(ModuleSource(module))
+    while True:
+        try:
+            command, *arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            pipe.send(("ok", _answer(worker, module, command, arguments)))
+        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
+            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    worker.shutdown()
+
+
+def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: list[Any]) -> object:
+    if command == "init":
+        worker.init_transfer_engine(arguments[0])
+        return worker.status
+    if command == "receive":
+        return worker.receive_weights()
+    if command == "flip":
+        name, place, bit = arguments
+        tensor = module.state_dict()[name].view(-1)
+        tensor.view(torch.uint8).numpy()[place] ^= np.uint8(1 << bit)
+        return None
+    if command == "audit":
+        return [damage.parameter for damage in worker.state.audit()]
+    return {"weights": weights_of, "status": lambda _: worker.status}[command](module)
+
+
+class WorkerProcess:
+    """One worker process and the pipe to it."""
+
+    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["engine_processes"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, seed, die), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def tell(self, *command: Any) -> None:
+        """Send a command; its reply must be taken later. A dead worker hears nothing."""
+        try:
+            self._pipe.send(command)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def reply(self, timeout_s: float = REPLY_S) -> Any:
+        """Return the answer to a command; raises what the worker raised, as an AssertionError with its traceback."""
+        assert self._pipe.poll(timeout_s), f"worker {self.pid} did not answer"
+        kind, *rest = self._pipe.recv()
+        if kind == "error":
+            raise WorkerError(*rest)
+        return rest[0]
+
+    def ask(self, *command: Any) -> Any:
+        """Send a command and return its answer."""
+        self.tell(*command)
+        return self.reply()
+
+    def exit_code(self) -> int | None:
+        """Wait for the process to end and return its exit code."""
+        self._process.join(REPLY_S)
+        return self._process.exitcode
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        self._pipe.close()
+        if self._process.is_alive():
+            self.signal(signal.SIGCONT)
+            self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+        self._process.close()
+
+
+class WorkerError(AssertionError):
+    """What a worker raised."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+class PipeClient:
+    """A `Client` over the pipes: every call returns at once, replies are taken by the test."""
+
+    def __init__(self, workers: list[WorkerProcess]) -> None:
+        self.workers = workers
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        for worker in self.workers:
+            worker.tell("init", init_info)
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        for worker in self.workers:
+            worker.tell("receive")
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish."""
+
+    def reports(self) -> list[WorkerReport]:
+        return [worker.reply() for worker in self.workers]
+
+
+@contextmanager
+def worker_processes(
+    *seeds: int, die: dict[int, tuple[str, int, signal.Signals]] | None = None
+) -> Iterator[PipeClient]:
+    """Start workers with these model seeds; `die` tells which of them dies where. None is left afterwards."""
+    workers: list[WorkerProcess] = []
+    try:
+        for number, seed in enumerate(seeds):
+            workers.append(WorkerProcess(seed, (die or {}).get(number)))
+        yield PipeClient(workers)
+    finally:
+        for worker in workers:
+            worker.stop()
