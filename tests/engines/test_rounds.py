@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+
 from deltacast.delta.errors import (
     AuthenticationError,
     DeadlineError,
@@ -74,7 +75,7 @@ def test_a_worker_with_other_weights_is_seeded() -> None:
     """One worker starts with the trainer's weights and is left alone, one with others and gets them whole."""
     policy = Policy(0)
     with worker_processes(0, 7) as client, trainer_of(policy, client, 2) as trainer:
-        statuses = client.reports()
+        statuses = [worker.reply() for worker in client.workers]
         assert [status.status for status in statuses] == [ServingStatus.SERVING] * 2
         assert {status.digest for status in statuses} == {trainer.baseline.digest}
         assert client.workers[1].ask("weights") == weights_of(policy)
@@ -376,11 +377,15 @@ def test_nothing_is_left_open_after_shutdown() -> None:
             SparseNcclTrainer.trainer_init(info(1, join_timeout_s=0.05), ModuleSource(policy), PipeClient([]))
 
     run_once()  # torch opens some things once
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = threading.active_count(), _num_descriptors()
     for _ in range(3):
         run_once()
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert _num_descriptors() == descriptors
+
+
+def _num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_the_users_default_process_group_is_not_touched() -> None:

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
 from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import WorkerInitInfo
 from deltacast.engines.report import WorkerReport
 from deltacast.engines.sparse_nccl import SparseNcclWorker
-from torch import nn
 
 REPLY_S = 30.0
 DIE_AT = ("ready", "payload", "received", "written", "voted", "decided", "acked")
@@ -130,7 +131,7 @@ def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: l
         return None
     if command == "audit":
         return [damage.parameter for damage in worker.state.audit()]
-    return {"weights": weights_of, "status": lambda _: worker.status}[command](module)
+    return weights_of(module) if command == "weights" else worker.status
 
 
 class WorkerProcess:
@@ -138,7 +139,7 @@ class WorkerProcess:
 
     def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["engine_processes"])
+        context.set_forkserver_preload(["deltacast.engines.sparse_nccl"])  # so that workers start at once
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, seed, die), daemon=True)
         self._process.start()

@@ -12,7 +12,7 @@ import xxhash
 
 _WRAP = 2**64
 _INNER_SEED = int.from_bytes(b"deltacas", "big")
-_OUTER_SEED = int.from_bytes(b"tpactdcs", "big")
+_OUTER_SEED = int.from_bytes(b"tpatches", "big")
 
 
 def _splitmix64(z: int) -> int:

@@ -55,7 +55,9 @@ def patch_of(
     )  # fmt: skip
 
 
-def update_of(patches: Sequence[SparseWeightPatch], table: ParameterTable | None = None, **changes: Any) -> WeightUpdate:
+def update_of(
+    patches: Sequence[SparseWeightPatch], table: ParameterTable | None = None, **changes: Any
+) -> WeightUpdate:
     """Return an update from version 3 to 4."""
     fields: dict[str, Any] = {
         "run_id": "run", "epoch": 1, "base_version": 3, "target_version": 4, "base_digest": BASE,

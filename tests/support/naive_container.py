@@ -36,7 +36,7 @@ def split_file(raw: bytes) -> tuple[dict[str, Any], bytes]:
 def num_words(entry: dict[str, Any]) -> int:
     """Return how many words an entry's parameter or box has."""
     extents = [hi - lo for lo, hi in entry["box"]] if "box" in entry else entry["shape"]
-    return math.prod(extents) * (2 if entry["dtype"].startswith("complex") else 1)
+    return int(math.prod(extents)) * (2 if entry["dtype"].startswith("complex") else 1)
 
 
 def read(raw: bytes) -> tuple[dict[str, Any], list[NaiveEntry]]:
@@ -57,12 +57,12 @@ def read(raw: bytes) -> tuple[dict[str, Any], list[NaiveEntry]]:
         for number in range(group["first"], group["end"]):
             entry = entries[number]
             lo, hi, count = partial.get(number, (0, num_words(entry.header), entry.header["num_changed"]))
-            if entry.header["encoding"] == "sparse":
+            if entry.indices is not None and entry.header["encoding"] == "sparse":
                 previous = lo - 1
                 for _ in range(count):
                     previous += next(gaps) + 1
                     entry.indices.append(previous)
-            elif entry.header["encoding"] == "bitmap":
+            elif entry.indices is not None:
                 mine = [next(bitmap) for _ in range(-(-(hi - lo) // 8))]
                 entry.indices += [lo + i for i in range(8 * len(mine)) if mine[i // 8] >> (i % 8) & 1]
             source = words[entry.header["values"], WORD_BITS.get(entry.header["dtype"], 8)]
