@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import select
 import signal
 import socket
 import threading
@@ -30,6 +31,20 @@ from engine_processes import DIE_AT, PipeClient, Policy, WorkerError, WorkerProc
 
 pytestmark = pytest.mark.timeout(120)
 SECRET = "5e" * 32
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def policy_on(device: str) -> Policy:
+    return Policy(0).to("cpu" if device == "cpu" else "cuda:0")
+
+
+def placed(device: str, num_workers: int) -> dict[str, object]:
+    """Options of a trainer on GPU 0 with its workers on the GPUs after it; skips where there are too few."""
+    if device == "cpu":
+        return {}
+    if torch.cuda.device_count() <= num_workers:
+        pytest.skip(f"needs {num_workers + 1} GPUs")
+    return {"device": "cuda:0", "placement": "cuda"}
 
 
 def info(num_workers: int, **options: object) -> TrainerInitInfo:
@@ -55,11 +70,15 @@ def in_process(*policies: Policy) -> Iterator[tuple[list[SparseNcclWorker], InPr
             worker.shutdown()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_hold_the_trainers_bytes_after_every_round(num_workers: int) -> None:
+def test_workers_hold_the_trainers_bytes_after_every_round(num_workers: int, device: str) -> None:
     """Whole state dicts are compared as bytes, outside every digest."""
-    policy = Policy(0)
-    with worker_processes(*[0] * num_workers) as client, trainer_of(policy, client, num_workers) as trainer:
+    policy, options = policy_on(device), placed(device, num_workers)
+    with (
+        worker_processes(*[0] * num_workers, device=device) as client,
+        trainer_of(policy, client, num_workers, **options) as trainer,
+    ):
         client.reports()
         for step in range(3):
             policy.step(step)
@@ -143,6 +162,7 @@ def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_mi
         assert (status.status, status.version) == (ServingStatus.STALE, 1 if step == "voted" else 0)
         assert frozen.ask("weights") == (first if step == "voted" else before)
         frozen.tell("init", trainer.worker_init_info)
+        wait_for_connection(trainer)
         policy.step(2)
         report = trainer.send_weights()
         assert report.num_verified == 2
@@ -164,30 +184,32 @@ def test_a_late_joiner_is_admitted_between_rounds() -> None:
         try:
             joiner.tell("init", trainer.worker_init_info)
             policy.step(1)
+            wait_for_connection(trainer)
             report = trainer.send_weights()
-            while report.num_verified == 1:  # the joiner may not have connected yet
-                policy.step(1)
-                report = trainer.send_weights()
-            assert report.generation == 2
+            assert (report.num_verified, report.generation) == (2, 2)
             assert joiner.reply().version == report.target_version
             assert joiner.ask("weights") == weights_of(policy)
         finally:
             joiner.stop()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [0, 11, 1000])
-def test_a_bit_flipped_in_a_workers_memory_is_found_named_and_repaired(place: int) -> None:
+def test_a_bit_flipped_in_a_workers_memory_is_found_named_and_repaired(place: int, device: str) -> None:
     """Audits rescan everything each round here; the flip may or may not lie where the update writes."""
-    policy = Policy(0)
-    with worker_processes(0, 0) as client, trainer_of(policy, client, 2, audit="full") as trainer:
+    num_workers = 2 if device == "cpu" else 1
+    policy, options = policy_on(device), placed(device, num_workers)
+    with (
+        worker_processes(*[0] * num_workers, device=device) as client,
+        trainer_of(policy, client, num_workers, audit="full", **options) as trainer,
+    ):
         client.reports()
         client.workers[0].ask("flip", "up", place, 3)
         policy.step(0, share=0.5)
         report = trainer.send_weights()
         assert [name for _, name in report.repaired] == ["up"]
-        assert report.num_verified == 2
-        replies = client.reports()
-        assert sorted(reply.repaired for reply in replies) == [("up",), ("up",)]
+        assert report.num_verified == num_workers
+        assert [reply.repaired for reply in client.reports()] == [("up",)] * num_workers
         for worker in client.workers:
             assert worker.ask("weights") == weights_of(policy)
 
@@ -204,6 +226,41 @@ def test_the_trainer_going_away_leaves_workers_at_their_version_and_stale() -> N
         status = workers[0].status
         assert (status.status, status.version) == (ServingStatus.STALE, 1)
         assert status.last_error
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("step", DIE_AT)
+def test_the_only_worker_killed_leaves_the_trainer_able_to_go_on_with_a_new_one(step: str, device: str) -> None:
+    """It raises, or reports the eviction, within its timeout; a new worker is seeded and the next round holds."""
+    policy, options = policy_on(device), placed(device, 1)
+    die = {0: (step, 1, signal.SIGKILL)}
+    with (
+        worker_processes(0, die=die, device=device) as client,
+        trainer_of(policy, client, 1, **options) as trainer,
+        worker_processes(3, device=device) as others,
+    ):
+        client.reports()
+        policy.step(0)
+        if step in {"voted", "decided", "acked"}:
+            assert trainer.send_weights().committed
+        else:
+            with pytest.raises(RoundAbortedError, match=f":{client.workers[0].pid}"):
+                trainer.send_weights()
+        assert client.workers[0].exit_code() == -signal.SIGKILL
+        newcomer = others.workers[0]
+        newcomer.tell("init", trainer.worker_init_info)
+        policy.step(1)
+        wait_for_connection(trainer)
+        report = trainer.send_weights()
+        assert report.num_verified == 1
+        assert "seed" in report.seeded[0]
+        assert newcomer.reply().version == report.target_version
+        assert newcomer.ask("weights") == weights_of(policy)
+
+
+def wait_for_connection(trainer: SparseNcclTrainer) -> None:
+    """Block until a worker knocks at the control port."""
+    assert select.select([trainer._workers._listener._sock], [], [], 30)[0]
 
 
 def test_an_empty_step_advances_the_version() -> None:
@@ -348,10 +405,10 @@ def test_strangers_are_dropped_unread_and_the_run_goes_on() -> None:
         thread = threading.Thread(target=lambda: errors.append(_raised(stranger, wrong)))
         thread.start()
         policy.step(0)
+        wait_for_connection(trainer)
         report = trainer.send_weights()
-        while thread.is_alive():  # the stranger may connect after the first round has begun
+        while thread.is_alive():  # the noise may have come before the stranger
             report = trainer.send_weights()
-            thread.join(0.05)
         assert report.num_verified == len(report.workers) == 1
         assert isinstance(errors[0], AuthenticationError)
         noise[0].close()

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -51,14 +50,14 @@ class Policy(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for tensor in (self.embed, self.up, self.router, self.scale, self.get_buffer("bias")):
-                chosen = torch.rand(tensor.shape, generator=generator) < share
+                chosen = (torch.rand(tensor.shape, generator=generator) < share).to(tensor.device)
                 tensor.add_(chosen * tensor.abs() * 0.05)
 
 
 def weights_of(module: nn.Module) -> dict[str, bytes]:
     """Return every entry of the state dict as raw bytes."""
     return {
-        name: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        name: tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for name, tensor in module.state_dict().items()
     }
 
@@ -66,8 +65,8 @@ def weights_of(module: nn.Module) -> dict[str, bytes]:
 class DyingWorker(SparseNcclWorker):
     """Kill (or freeze) the own process at one of `DIE_AT` in round `at_round`."""
 
-    def __init__(self, module: nn.Module, step: str, at_round: int, how: signal.Signals) -> None:
-        super().__init__(ModuleSource(module))
+    def __init__(self, module: nn.Module, device: str, step: str, at_round: int, how: signal.Signals) -> None:
+        super().__init__(ModuleSource(module), device=device)
         self._die_step, self._die_round, self._die_how = step, at_round, how
 
     def _maybe_die(self, step: str, number: int) -> None:
@@ -100,12 +99,12 @@ class DyingWorker(SparseNcclWorker):
             self._maybe_die("acked", message.key.round)
 
 
-def serve(pipe: Connection, seed: int, die: tuple[str, int, signal.Signals] | None) -> None:
+def serve(pipe: Connection, seed: int, die: tuple[str, int, signal.Signals] | None, device: str) -> None:
     """Run one worker, answering commands until the pipe closes."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    module = Policy(seed)
-    worker = DyingWorker(module, *die) if die else SparseNcclWorker(ModuleSource(module))
+    module = Policy(seed).to(device)
+    worker = DyingWorker(module, device, *die) if die else SparseNcclWorker(ModuleSource(module), device=device)
     while True:
         try:
             command, *arguments = pipe.recv()
@@ -127,7 +126,7 @@ def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: l
     if command == "flip":
         name, place, bit = arguments
         tensor = module.state_dict()[name].view(-1)
-        tensor.view(torch.uint8).numpy()[place] ^= np.uint8(1 << bit)
+        tensor.view(torch.uint8)[place] ^= 1 << bit
         return None
     if command == "audit":
         return [damage.parameter for damage in worker.state.audit()]
@@ -137,11 +136,11 @@ def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: l
 class WorkerProcess:
     """One worker process and the pipe to it."""
 
-    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None) -> None:
+    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None, device: str = "cpu") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["deltacast.engines.sparse_nccl"])  # so that workers start at once
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, seed, die), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, seed, die, device), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -223,13 +222,17 @@ class PipeClient:
 
 @contextmanager
 def worker_processes(
-    *seeds: int, die: dict[int, tuple[str, int, signal.Signals]] | None = None
+    *seeds: int, die: dict[int, tuple[str, int, signal.Signals]] | None = None, device: str = "cpu"
 ) -> Iterator[PipeClient]:
-    """Start workers with these model seeds; `die` tells which of them dies where. None is left afterwards."""
+    """Start workers with these model seeds; `die` tells which of them dies where. None is left afterwards.
+
+    With device `cuda` the workers take GPUs 1 and up.
+    """
     workers: list[WorkerProcess] = []
     try:
         for number, seed in enumerate(seeds):
-            workers.append(WorkerProcess(seed, (die or {}).get(number)))
+            place = device if device == "cpu" else f"{device}:{number + 1}"
+            workers.append(WorkerProcess(seed, (die or {}).get(number), place))
         yield PipeClient(workers)
     finally:
         for worker in workers:

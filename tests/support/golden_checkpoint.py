@@ -64,3 +64,16 @@ def write_raw(path: Path, tensors: Mapping[str, Raw], metadata: Mapping[str, str
     raw = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(data for _, _, data in tensors.values()))
     return path
+
+
+def _next() -> dict[str, Raw]:
+    router, w = bytearray(GOLDEN["router"][2]), bytearray(GOLDEN["model.layers.0.w"][2])
+    router[0] ^= 1
+    router[-1] ^= 0x80
+    w[2 * 65] ^= 1
+    return GOLDEN | {"router": ("F32", [30, 50], bytes(router)), "model.layers.0.w": ("BF16", [40, 64], bytes(w))}
+
+
+NEXT = _next()
+"""The golden checkpoint with three elements changed: the first and last of `router`, [1, 1] of `model.layers.0.w`."""
+NEXT_STATE_DIGEST = "xxh3_128:0dc11f63a7750db2b6afedd496436f52"
