@@ -6,6 +6,7 @@ two, updates move the running values in O(changes) (delta/apply.py).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class WeightState:
     ) -> None:
         if version is not None and version < 0:
             raise InputError("versions count from 0", found=version)
-        metas = [ParamMeta(name, dtype_of(t.dtype).name, tuple(t.shape)) for name, t in tensors.items()]
+        metas = [ParamMeta(name, dtype_of(t.dtype, name=name).name, tuple(t.shape)) for name, t in tensors.items()]
         self.table = ParameterTable(metas, aliases)
         self.memories = tuple(WordMemory(tensors[meta.name], name=meta.name) for meta in self.table)
         require_apart((memory.name, memory.tensor) for memory in self.memories)
@@ -175,9 +176,9 @@ def rolling_slices(table: ParameterTable, of: int) -> tuple[tuple[int, ...], ...
     if of < 1:
         raise InputError("a rolling audit needs a positive number of slices", expected="1 or more", found=of)
     slices: list[list[int]] = [[] for _ in range(of)]
-    weights = [0] * of
+    lightest_first = [(0, number) for number in range(of)]
     for i in sorted(range(len(table)), key=lambda i: (-table.metas[i].nbytes, i)):
-        lightest = min(range(of), key=lambda s: (weights[s], s))
-        slices[lightest].append(i)
-        weights[lightest] += table.metas[i].nbytes
+        weight, number = lightest_first[0]
+        slices[number].append(i)
+        heapq.heapreplace(lightest_first, (weight + table.metas[i].nbytes, number))
     return tuple(tuple(sorted(places)) for places in slices)
