@@ -15,7 +15,6 @@ pytest = $(python) -m pytest
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test test-slow test-gpu lint wheel clean
-.DELETE_ON_ERROR:
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,14 +46,14 @@ clean: ## remove build products and caches (.venv stays)
 
 # .with-core holds what users get, .with-<extra> what an extra of pyproject.toml adds.
 .venv/.with-%: pyproject.toml constraints.txt | .venv/.made
-	$(python) -m pip install $(PIP_ARGS) --constraint constraints.txt --editable ".[$(filter-out core,$*)]"
+	$(python) -m pip install $(PIP_ARGS) --constraint constraints.txt --editable "$(if $(filter core,$*),.,.[$*])"
 	@touch $@
 
 # A stamp, not .venv/bin/python: `python -m venv` leaves that behind even when it fails for want of ensurepip.
 .venv/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "deltacast needs Python 3.11 or newer; '$(PYTHON)' is" \
 	    "$$($(PYTHON) --version 2>&1 || true). Try: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv .venv || { \
+	@echo "making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv || { \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it is in the package python3-venv" >&2; exit 1; }
 	@touch $@

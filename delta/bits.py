@@ -38,7 +38,7 @@ def strided_words(tensor: torch.Tensor, *, name: str = "tensor") -> torch.Tensor
         InputError: the tensor has no plain memory (meta, sparse), or its conj or neg bit is set.
     """
     tensor = tensor.detach()
-    dtype = dtype_of(tensor.dtype)
+    dtype = dtype_of(tensor.dtype, name=name)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
         raise InputError(
             "a tensor without plain memory",
@@ -76,7 +76,7 @@ def numpy_words(tensor: torch.Tensor, *, name: str = "tensor") -> Words:
     Raises:
         DTypeError, InputError: as `strided_words`.
     """
-    row = dtype_of(tensor.dtype)
+    row = dtype_of(tensor.dtype, name=name)
     array: Words = words(tensor, name=name).cpu().numpy()
     return array.view(row.numpy_word)
 

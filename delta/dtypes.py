@@ -136,8 +136,12 @@ def dtype_named(name: str) -> DType:
     return row
 
 
-def dtype_of(torch_dtype: torch.dtype) -> DType:
+def dtype_of(torch_dtype: torch.dtype, *, name: str | None = None) -> DType:
     """Return the table row of a torch dtype.
+
+    Args:
+        torch_dtype: any dtype of torch.
+        name: the parameter that has it, for the error.
 
     Raises:
         DTypeError: torch cannot address this dtype's bits (quantised, bits and shell dtypes).
@@ -146,6 +150,7 @@ def dtype_of(torch_dtype: torch.dtype) -> DType:
     if row is None:
         raise DTypeError(
             f"dtype {torch_dtype} has no addressable bits",
+            parameter=name,
             hint="Send the dequantised weight, or view the storage as uint8 first.",
         )
     return row

@@ -35,6 +35,8 @@ def fold(updates: Sequence[WeightUpdate], *, base: BaseWords | None = None) -> W
 
     `old_sum` stays exact where it can be known: with `base`, where the updates touch different positions, or where
     the earlier one holds absolute words. Elsewhere it is None, and a reader audits the parameter before it writes.
+    Updates that shall fold without their base are best encoded with `values="delta"`: `auto` may send a parameter's
+    differences in one update and its words in the next.
 
     Args:
         updates: in version order, of one run; each one's base is the target before it. At least one.
@@ -240,10 +242,12 @@ class _Union:
         inside = place < first.size
         shared[inside] = first[place[inside]] == then[inside]
         fresh = ~shared
-        # each array's elements move right by how many fresh ones of the other come before them
+        # a position moves right by how many fresh ones come before it; what they leave free is the first's
         then_at = place + np.cumsum(fresh) - fresh
-        first_at = np.arange(first.size) + np.searchsorted(then[fresh], first)
-        indices = np.empty(first.size + int(fresh.sum()), np.int64)
+        is_first = np.ones(first.size + int(fresh.sum()), np.bool_)
+        is_first[then_at[fresh]] = False
+        first_at = np.flatnonzero(is_first)
+        indices = np.empty(is_first.size, np.int64)
         indices[first_at] = first
         indices[then_at] = then
         return cls(indices, first_at, then_at, shared)
@@ -307,11 +311,14 @@ def _old_sum(first: SparseWeightPatch, then: SparseWeightPatch, union: _Union) -
         return None
     if not union.shared.any():
         return add(first.old_sum, then.old_sum)
-    if first.form != "absolute":
+    left = first.values if first.form == "absolute" else None
+    if first.base_values is not None:
+        left = _resolve(first.base_values, first)
+    if left is None:
         return None
     shared = union.then[union.shared]
-    mine = np.zeros(union.indices.size, first.values.dtype)
-    mine[union.first] = first.values
+    mine = np.zeros(union.indices.size, left.dtype)
+    mine[union.first] = left
     put = change_sums(union.indices[shared], mine[shared], mine[shared])[0]
     return add(add(first.old_sum, then.old_sum), -put)
 

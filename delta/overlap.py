@@ -64,7 +64,7 @@ def _check_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
         return
     start, end = group[0][1].data_ptr(), max(_end(tensor) for _, tensor in group)
     if all(tensor.is_contiguous() for _, tensor in group):  # no gaps that another could lie in
-        raise _shared(group[0][0], group[1][0])
+        raise _shared(group[1][0], group[0][0])
     taken = torch.zeros(end - start, dtype=torch.bool)
     for number, (name, tensor) in enumerate(group):
         cells = _cells(taken, tensor, start)

@@ -23,7 +23,7 @@ from deltacast.delta.bits import Words
 from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.boxes import check_box, to_global
 from deltacast.delta.codec.choose import ValuesChoice
-from deltacast.delta.codec.decode import EntryData, check_layout, decode_entries
+from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
 from deltacast.delta.codec.encode import each, encode_patches
 from deltacast.delta.codec.envelope import Envelope, as_format_error
 from deltacast.delta.codec.header import (
@@ -121,14 +121,17 @@ def write_update(
     return sum(map(len, pieces))
 
 
-def read_update(path: str | os.PathLike[str], *, signing_key: bytes | None = None, threads: int = 1) -> WeightUpdate:
+def read_update(
+    path: str | os.PathLike[str], *, signing_key: bytes | None = None, threads: int = 1,
+    max_decoded_bytes: int | None = None,
+) -> WeightUpdate:  # fmt: skip
     """Read a container file; arguments and errors as `decode_update`, and OSError from the file system."""
     with Path(path).open("rb") as file:
         view = np.empty(os.fstat(file.fileno()).st_size, np.uint8).data  # not zeroed first, unlike a bytearray
         filled = 0
         while filled < len(view) and (count := file.readinto(view[filled:])):
             filled += count
-    return decode_update(view[:filled], signing_key=signing_key, threads=threads)
+    return decode_update(view[:filled], signing_key=signing_key, threads=threads, max_decoded_bytes=max_decoded_bytes)
 
 
 def read_header(buffer: ReadBuffer, *, signing_key: bytes | None = None) -> UpdateHeader:
@@ -145,8 +148,14 @@ def read_header(buffer: ReadBuffer, *, signing_key: bytes | None = None) -> Upda
     stored = _stored_header(view)
     if signing_key is not None:
         _check_signature(view, stored, signing_key)
+    return _parse(view, stored)[0]
+
+
+def _parse(view: memoryview, stored: memoryview) -> tuple[UpdateHeader, Checked]:
+    """Parse the header, check its tables, and check that groups and trailer fill the file."""
     header = read_json(stored)
-    payload_end = _payload_start(stored) + sum(group.num_bytes for group in header.groups)
+    checked = check_layout(header.layout)
+    payload_end = _payload_start(stored) + checked.payload_bytes
     if payload_end + _SIGNATURE.size + _DIGEST_BYTES > len(view):
         raise FormatError("the file ends within its groups or trailer", found=f"{len(view)} bytes")
     kind, size = _SIGNATURE.unpack_from(view, payload_end)
@@ -157,7 +166,7 @@ def read_header(buffer: ReadBuffer, *, signing_key: bytes | None = None) -> Upda
                           expected=payload_end + _SIGNATURE.size + size + _DIGEST_BYTES)  # fmt: skip
     if kind == _HMAC_SHA256 and any(group.sha256 is None for group in header.groups):
         raise FormatError("a signed header lacks the SHA-256 of a group")
-    return replace(header, file_bytes=len(view), signed=kind == _HMAC_SHA256)
+    return replace(header, file_bytes=len(view), signed=kind == _HMAC_SHA256), checked
 
 
 def _stored_header(view: memoryview) -> memoryview:
@@ -192,7 +201,9 @@ def _check_signature(view: memoryview, stored: memoryview, key: bytes) -> None:
         raise ChecksumError("the container's signature does not fit its header and this key")
 
 
-def decode_update(buffer: ReadBuffer, *, signing_key: bytes | None = None, threads: int = 1) -> WeightUpdate:
+def decode_update(
+    buffer: ReadBuffer, *, signing_key: bytes | None = None, threads: int = 1, max_decoded_bytes: int | None = None
+) -> WeightUpdate:
     """Decode a container whose bytes are not trusted.
 
     Args:
@@ -200,6 +211,8 @@ def decode_update(buffer: ReadBuffer, *, signing_key: bytes | None = None, threa
         signing_key: if given, the container must be signed with it; the header's signature is checked before the
             header is parsed, and every group's SHA-256 before the group is decoded.
         threads: groups that are decoded at once.
+        max_decoded_bytes: refuse an update whose positions and words take more memory. Compressed bytes can stand for
+            32,768 times as many; a reader that knows its model can allow 10 bytes per bf16 word of it.
 
     Returns:
         The update; its patches own their arrays and are in the form that was sent (`delta` or `absolute`).
@@ -216,13 +229,13 @@ def decode_update(buffer: ReadBuffer, *, signing_key: bytes | None = None, threa
         raise FormatError("the file ends within its trailer", found=f"{len(view)} bytes")
     if xxhash.xxh3_128_digest(view[:-_DIGEST_BYTES]) != bytes(view[-_DIGEST_BYTES:]):
         raise ChecksumError("the container does not have its checksum", hint="Fetch it again.")
-    header = read_header(view)
-    checked = check_layout(header.layout)
+    header, checked = _parse(view, stored)
     sha256 = [group.sha256 or b"" for group in header.groups] if signing_key is not None else []
     start = _payload_start(stored)
     data = decode_entries(
         checked, view[start : start + checked.payload_bytes],
         each=lambda function, count: each(function, count, threads), sha256=sha256,
+        max_decoded_bytes=max_decoded_bytes,
     )  # fmt: skip
     return _assemble(header, data)
 

@@ -30,6 +30,7 @@ EntryData: TypeAlias = "tuple[I64 | None, Words]"
 
 _NO_BYTES = np.zeros(0, np.uint8)
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_NO_SIZE = (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +74,7 @@ def check_layout(layout: Layout) -> Checked:
 
 def decode_entries(
     checked: Checked, payload: memoryview, *, each: Callable[[Callable[[int], None], int], object],
-    sha256: Sequence[bytes] = (),
+    sha256: Sequence[bytes] = (), max_decoded_bytes: int | None = None,
 ) -> list[EntryData]:  # fmt: skip
     """Decode all groups.
 
@@ -82,15 +83,16 @@ def decode_entries(
         payload: the groups, back to back, exactly.
         each: calls a function for each group number, on threads if it likes.
         sha256: digests from a signed header to check; empty for none.
+        max_decoded_bytes: refuse to decode to more; None for no bound.
 
     Raises:
         ChecksumError: a group's bytes are not the ones that the header names.
-        FormatError: a stream contradicts its counts.
+        FormatError: a stream contradicts its counts, or the patches would be too large.
     """
     if len(payload) != checked.payload_bytes:
         raise FormatError("the payload has another size than its groups", expected=checked.payload_bytes,
                           found=len(payload))  # fmt: skip
-    pools = _allocate(checked.pools)
+    pools = _allocate(checked.pools, max_decoded_bytes)
 
     def decode(group: int) -> None:
         part = payload[int(checked.offsets[group]) : int(checked.offsets[group + 1])]
@@ -102,10 +104,18 @@ def decode_entries(
     return _slice(checked.layout, pools)
 
 
-def _allocate(pools: Pools) -> list[NDArray[Any]]:
+def _allocate(pools: Pools, max_decoded_bytes: int | None) -> list[NDArray[Any]]:
     sizes = pools.offsets[-1].tolist()
-    dtypes = ["<i8", "<i8", *(f"<u{width}" for width in lay.WIDTHS * 2)]
-    return [np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    widths = (8, 8, *lay.WIDTHS, *lay.WIDTHS)
+    total = sum(size * width for size, width in zip(sizes, widths, strict=True))
+    if max_decoded_bytes is not None and total > max_decoded_bytes:
+        raise FormatError("the update decodes to more than its reader takes", expected=f"at most {max_decoded_bytes}",
+                          found=total)  # fmt: skip
+    dtypes = ("<i8", "<i8", *(f"<u{width}" for width in lay.WIDTHS * 2))
+    try:
+        return [np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    except MemoryError as err:
+        raise FormatError("the update decodes to more than there is memory", found=f"{total} bytes") from err
 
 
 def _slice(layout: Layout, pools: list[NDArray[Any]]) -> list[EntryData]:
@@ -156,18 +166,31 @@ def _read_streams(checked: Checked, group: int, data: memoryview) -> dict[int, N
     return found
 
 
+def stated_size(frame: memoryview, what: str) -> int:
+    """Return the content size that a zstd frame states, without decompressing it.
+
+    Raises:
+        FormatError: not a zstd frame, one without a content size, or one that needs a dictionary.
+    """
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+    except zstandard.ZstdError as err:
+        raise FormatError(f"{what} is not a zstd frame: {err}") from err
+    if bytes(frame[:4]) != _ZSTD_MAGIC or parameters.dict_id or parameters.content_size in _NO_SIZE:
+        raise FormatError(f"{what} is not a plain zstd frame that states its size")
+    return int(parameters.content_size)
+
+
 def inflate(frame: memoryview, size: int, what: str) -> bytes:
     """Decompress exactly one zstd frame whose stated content size is `size`.
 
     Raises:
         FormatError: another size, no size, a dictionary, damage, or bytes after the frame.
     """
+    stated = stated_size(frame, what)
+    if stated != size:
+        raise FormatError(f"{what} states another size", expected=size, found=stated)
     try:
-        if bytes(frame[:4]) != _ZSTD_MAGIC:
-            raise FormatError(f"{what} is not a zstd frame")
-        parameters = zstandard.get_frame_parameters(frame)
-        if parameters.content_size != size or parameters.dict_id:
-            raise FormatError(f"{what} states another size", expected=size, found=parameters.content_size)
         data = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as err:
         raise FormatError(f"{what} does not decompress: {err}") from err

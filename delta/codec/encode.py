@@ -228,10 +228,15 @@ def _encode_sparse(job: _Job, spans: Spans, first: I64) -> dict[int, NDArray[Any
 def _encode_bits(job: _Job, spans: Spans, first: I64) -> NDArray[np.uint8]:
     indices = join([job.local(entry)[part] for entry, part in _slices(spans, first)])
     sizes = (spans.hi - spans.lo + 7) // 8 * 8
-    shift = np.repeat(np.cumsum(sizes) - sizes, spans.num_changed)
-    lo, hi = np.repeat(spans.lo, spans.num_changed), np.repeat(spans.hi, spans.num_changed)
-    bits = indices - lo + shift
-    if (indices < lo).any() or (indices >= hi).any() or (np.diff(bits) <= 0).any():
+    first_bits = np.cumsum(sizes) - sizes
+    shift = first_bits - spans.lo
+    bits = indices + (shift[0] if shift.size == 1 else np.repeat(shift, spans.num_changed))
+    some = spans.num_changed > 0
+    ends = np.cumsum(spans.num_changed)[some]
+    # Ascending throughout, with each span's ends inside it, is in order and in range everywhere.
+    inside = (bits[ends - spans.num_changed[some]] >= first_bits[some]).all()
+    inside &= (indices[ends - 1] < spans.hi[some]).all()
+    if not inside or (bits[1:] <= bits[:-1]).any():
         _blame_order(job, spans)
     return encode_bitmap(bits, int(sizes.sum()))
 

@@ -17,7 +17,7 @@ import zstandard
 
 from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.boxes import check_box, check_disjoint
-from deltacast.delta.codec.decode import inflate
+from deltacast.delta.codec.decode import inflate, stated_size
 from deltacast.delta.codec.envelope import Envelope, Fields, as_format_error, dump_json, load_json
 from deltacast.delta.codec.layout import ENTRY, GROUP, SPAN, STREAM, Layout
 from deltacast.delta.errors import FormatError, InputError, PatchError
@@ -207,10 +207,9 @@ def read_json(stored: memoryview) -> UpdateHeader:
     Raises:
         FormatError: naming the field, and the parameter where there is one.
     """
-    parameters = zstandard.get_frame_parameters(stored) if len(stored) >= 18 else None
-    size = parameters.content_size if parameters else 0
+    size = stated_size(stored, "the header")
     if size > _header_bound(len(stored)):
-        raise FormatError("the header is too large", expected=f"at most {_header_bound(len(stored))} bytes", found=size)
+        raise FormatError("the header is too large", expected=f"at most {_header_bound(len(stored))}", found=size)
     fields = load_json(inflate(stored, size, "the header"), "the header")
     envelope = Envelope.from_fields(fields)
     entries = tuple(_read_entry(entry) for entry in fields.objects("entries"))
@@ -333,6 +332,10 @@ def check_parts(envelope: Envelope, entries: Sequence[_Part]) -> None:
         for entry in entries:
             if not entry.is_dense and (envelope.base_version is None or entry.base_meta is not None):
                 raise PatchError("an entry without a base must be dense", parameter=entry.meta.name)
+    _check_names(envelope, entries)
+
+
+def _check_names(envelope: Envelope, entries: Sequence[_Part]) -> None:
     names = Counter([entry.meta.name for entry in entries])
     for name in (*envelope.removed, *envelope.aliases):
         if name in names:

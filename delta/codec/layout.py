@@ -250,7 +250,8 @@ def pool_spans(entries: Records, word_bytes: I64, spans: Spans) -> Pools:
     counts = counts.reshape(num_groups, _NUM_POOLS)
     over = counts[:, POOL_DELTA:].sum(axis=1) > MAX_GROUP_CHANGES
     if over.any():
-        raise FormatError(f"group {int(over.argmax())} holds too many changes", expected=f"at most {MAX_GROUP_CHANGES}")
+        group_number = int(over.argmax())
+        raise FormatError(f"group {group_number} holds too many changes", expected=f"at most {MAX_GROUP_CHANGES}")
     bitmap = encoding == BITMAP
     bits = (spans.hi - spans.lo)[bitmap] // 8 + ((spans.hi - spans.lo)[bitmap] % 8 > 0)
     bitmap_bytes = np.bincount(group[bitmap], bits.astype(np.float64), num_groups)
@@ -264,7 +265,7 @@ def pool_spans(entries: Records, word_bytes: I64, spans: Spans) -> Pools:
 def expected_sizes(pools: Pools) -> I64:
     """Return the decoded size of each stream of each group, int64 [groups, kinds].
 
-    For the kinds whose size the counts do not fix (`gap_high`, `wide` and exceptions) it is the largest that they allow.
+    Where the counts do not fix it (`gap_high`, `wide`, exceptions) it is the largest that they allow.
     """
     counts = pools.counts
     sizes = np.zeros((len(counts), len(KINDS)), np.int64)

@@ -128,8 +128,8 @@ def decode_gaps(streams: GapStreams, counts: I64, floors: I64, ceilings: I64, ou
 @lru_cache(maxsize=1)
 def _fours() -> NDArray[np.uint32]:
     """Four bytes for each byte of four 2-bit codes."""
-    byte = np.arange(256, dtype="<u4")
-    return (byte & 3) | (byte >> 2 & 3) << 8 | (byte >> 4 & 3) << 16 | (byte >> 6) << 24
+    byte = np.arange(256)
+    return ((byte & 3) | (byte >> 2 & 3) << 8 | (byte >> 4 & 3) << 16 | (byte >> 6) << 24).astype(np.uint32)
 
 
 def _high_bytes(streams: GapStreams, num_gaps: int) -> Bytes:

@@ -52,7 +52,8 @@ def box_fingerprint(
     element, size = word_bytes * words_per_element, unit_bytes(word_bytes)
     total = 0
     for number in range(len(data) // element):
-        rest, place = number, []
+        rest = number
+        place: list[int] = []
         for extent in reversed(shape):
             rest, here = divmod(rest, extent)
             place.insert(0, here)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import made_updates as made
-import naive_container
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import made_updates as made
+import naive_container
 from deltacast.delta.codec import decode_update, encode, encode_update, read_header, read_update, write_update
 from deltacast.delta.dtypes import DTYPES
 from deltacast.delta.errors import ChecksumError, InputError, PatchError
@@ -20,7 +19,9 @@ from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 from deltacast.delta.table import ParamMeta
 
 
-def some_patch(name: str, dtype: str, shape: tuple[int, ...], num: int, form: str, seed: int = 0) -> SparseWeightPatch:
+def some_patch(
+    name: str, dtype: str, shape: tuple[int, ...], num: int, form: str, *, seed: int = 0
+) -> SparseWeightPatch:  # fmt: skip
     rng = np.random.default_rng(seed)
     meta = ParamMeta(name, dtype, shape)
     old = made.random_words(rng, meta)
@@ -64,7 +65,7 @@ def updates(draw: st.DrawFn) -> WeightUpdate:
         share = draw(st.sampled_from([0.0, 0.02, 0.1, 0.2, 0.6, 1.0]))
         size = ParamMeta("x", dtype, shape).num_words
         form = draw(st.sampled_from(["based", "absolute", "delta", "dense"]))
-        patches.append(some_patch(f"p{number}é", dtype, shape, int(share * size), form, draw(st.integers(0, 99))))
+        patches.append(some_patch(f"p{number}é", dtype, shape, int(share * size), form, seed=draw(st.integers(0, 99))))
     return made.update_of(patches, removed=("gone",), aliases={"head": "p0é"} if patches else {})
 
 
@@ -251,7 +252,7 @@ def test_files(tmp_path: Path) -> None:
     size = write_update(update, path)
     assert size == path.stat().st_size
     write_update(update, path)
-    assert os.listdir(tmp_path) == ["u.dcu"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["u.dcu"]
     made.assert_same(update, read_update(path))
 
 
@@ -261,4 +262,4 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (path / "inside").mkdir(parents=True)  # a folder that is not empty cannot be replaced
     with pytest.raises(OSError, match=r"u\.dcu"):
         write_update(made.update_of([]), path)
-    assert os.listdir(tmp_path) == ["u.dcu"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["u.dcu"]
