@@ -215,7 +215,8 @@ def decode_update(
             32,768 times as many; a reader that knows its model can allow 10 bytes per bf16 word of it.
 
     Returns:
-        The update; its patches own their arrays and are in the form that was sent (`delta` or `absolute`).
+        The update; its patches are in the form that was sent (`delta` or `absolute`). Their arrays are slices of a few
+        that belong to this update alone.
 
     Raises:
         ChecksumError: a checksum or the signature does not fit.

@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "Pools",
     "Spans",
+    "check_entries",
     "expand_spans",
     "pool_spans",
     "check_streams",
@@ -50,6 +51,7 @@ STREAM: Final = np.dtype(
     [("kind", "u1"), ("coding", "u1"), ("zero", "u1", (6,)), ("stored", "<i8"), ("decoded", "<i8")]
 )
 
+# Places in these tuples are the codes in records; the names after each are for code that reads them.
 ENCODINGS: Final = ("sparse", "bitmap", "dense")
 SPARSE, BITMAP, DENSE = range(3)
 VALUE_FORMS: Final = ("delta", "absolute")

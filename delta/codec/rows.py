@@ -109,9 +109,7 @@ def encode_round(
         PatchError, InputError: as `encode_update`.
     """
     patches, envelope = update.patches, Envelope.of(update)
-    if update.table_digest != table.digest:
-        raise TableError("the update is about another parameter table", expected=table.digest,
-                         found=update.table_digest)  # fmt: skip
+    _check_table(envelope, table)
     check_parts(envelope, patches)
     entries = fill_entries(patches)
     entries["param"] = _params(patches, table)
@@ -122,6 +120,21 @@ def encode_round(
         positions[entry] = check_box(patches[entry].meta, box)
     encoded = encode_patches(patches, entries, positions, word_bytes, values=values, threads=threads)
     return EncodedRound(_write(envelope, encoded.layout, boxes), encoded.payloads)
+
+
+def _check_table(envelope: Envelope, table: ParameterTable) -> None:
+    """Check that an update leaves the table that both ends hold as it is.
+
+    Raises:
+        TableError: it is about another table, names a parameter that is not there, or removes one.
+    """
+    if envelope.table_digest != table.digest:
+        raise TableError("another parameter table", expected=table.digest, found=envelope.table_digest)
+    if envelope.removed:
+        raise TableError("removing a parameter needs a new table", parameter=envelope.removed[0])
+    for alias, name in envelope.aliases.items():
+        if alias in table or name not in table:
+            raise TableError("an alias must be another name of a listed parameter", parameter=name, found=alias)
 
 
 def _params(patches: Sequence[SparseWeightPatch], table: ParameterTable) -> list[int]:
@@ -174,9 +187,7 @@ def read_rows(rows: ReadBuffer, table: ParameterTable) -> RoundRows:
     if start + padding + sum(sizes) + 8 * num_bounds + _DIGEST_BYTES != len(view):
         raise FormatError("a round's rows have another size than they state", found=f"{len(view)} bytes")
     envelope = Envelope.from_fields(load_json(bytes(view[_PREFIX.size : start]), "the rows"))
-    if envelope.table_digest != table.digest:
-        raise TableError("the rows are about another parameter table", expected=table.digest,
-                         found=envelope.table_digest)  # fmt: skip
+    _check_table(envelope, table)
     if any(view[start : start + padding]):
         raise FormatError("the padding after the rows' fields is not zero")
     tables, place = [], start + padding
@@ -193,9 +204,6 @@ def _check(envelope: Envelope, table: ParameterTable, tables: list[NDArray[Any]]
     if (param >= len(table)).any():
         raise FormatError("a row names a parameter beyond the table", expected=f"below {len(table)}",
                           found=int(param.max()))  # fmt: skip
-    for name in (*envelope.removed, *envelope.aliases.values()):
-        if name not in table and name not in envelope.removed:
-            raise FormatError("an alias of a parameter that is not in the table", parameter=name)
     words, widths = _columns(table)
     positions = words[param]
     boxes = _read_boxes(table, entries, bounds)
@@ -252,7 +260,7 @@ def decode_round(
         threads: groups that are decoded at once.
 
     Returns:
-        The update; its patches own their arrays and are in the form that was sent.
+        The update; its patches are in the form that was sent, their arrays slices of a few that belong to it alone.
 
     Raises:
         ChecksumError, FormatError, TableError: as `read_rows`, and for the payload as `decode_update`.

@@ -29,6 +29,7 @@ __all__ = [
     "pack_codes",
     "split_planes",
     "unpack_codes",
+    "zigzag",
 ]
 
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from delta_form import update_as_delta
@@ -163,6 +164,10 @@ def test_threads_do_not_change_the_result(threads: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 * 2**30, reason="two tensors of 2 GiB need 8 GiB"
+)
 def test_parameters_beyond_two_to_the_31_elements_are_addressed() -> None:
     """Changes below, at and above 2^31 and at the very end arrive; the fingerprint is the sum over them."""
     size = 2**31 + 100
@@ -309,11 +314,25 @@ def test_promises_that_do_not_hold_are_refused() -> None:
             {"fingerprint_after": patch.fingerprint_after ^ 1, "fingerprint_before": None},
             {"old_sum": (patch.old_sum or 0) ^ 1},
             {"fingerprint_before": patch.fingerprint_before + 1, "fingerprint_after": patch.fingerprint_after + 1},
+            {"fingerprint_before": patch.fingerprint_before + 1},
         ):
             assert _refused(state, _swap_patch(update, name, **fields), VerificationError).parameter == name
     _refused(state, replace(update, target_digest=update.base_digest or ""), VerificationError)
     _refused(state, replace(update, patches=update.patches[1:]), VerificationError)
     _refused(state, replace(update, patches=()), VerificationError)
+
+
+def test_a_dense_patch_says_what_it_replaces_or_nothing() -> None:
+    """A whole parameter needs no base, but if it names the fingerprint before, that must be the one at hand."""
+    state = _base()
+    update = diff_state(state, listed({**_next_tensors(state), "d": state.memory("d").tensor ^ 1}), run_id="r")
+    patch = _of(update, "d")
+    assert patch.is_dense
+    assert patch.fingerprint_before is not None
+    wrong = _swap_patch(update, "d", fingerprint_before=patch.fingerprint_before ^ 1)
+    assert _refused(state, wrong, VerificationError).parameter == "d"
+    apply_update(state, _swap_patch(update, "d", fingerprint_before=None))
+    assert state.audit() == []
 
 
 def test_changed_values_are_refused_in_either_form() -> None:
@@ -766,3 +785,94 @@ def test_an_update_for_other_bits_of_an_intact_base_is_not_called_damage() -> No
     update = _next(state)
     error = _refused(state, _swap_patch(update, "a", old_sum=1), VerificationError)
     assert not isinstance(error, CorruptionError)
+
+
+# --- forgeries -------------------------------------------------------------------------------------------------------
+
+_SHAPE = (3, 4)
+
+
+def _boxes() -> st.SearchStrategy[Any]:
+    pairs = [st.tuples(st.integers(-1, n + 1), st.integers(-1, n + 1)) for n in _SHAPE]
+    whole_rows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda rows: ((min(rows), max(rows)), (0, 4)))
+    return st.none() | whole_rows | st.tuples(*pairs) | st.just(((0, 12),))
+
+
+@st.composite
+def _forged_patches(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Fields of a few patches of one 3 x 4 parameter: mostly wrong, or a row each and mostly right."""
+    plausible = draw(st.booleans())
+    made = []
+    for part in range(draw(st.integers(1, 3))):
+        box = ((part, part + 1), (0, 4)) if plausible else draw(_boxes())
+        indices = None
+        if draw(st.booleans()):
+            lowest, highest = (4 * part, 4 * part + 3) if plausible and draw(st.integers(0, 9)) else (-1, 12)
+            picked = draw(st.lists(st.integers(lowest, highest), max_size=6, unique=plausible))
+            indices = np.array(sorted(picked) if plausible or draw(st.booleans()) else picked, np.int64)
+        extents = _SHAPE if box is None else [hi - lo for lo, hi in box]
+        size = max(int(np.prod(extents)), 0) if indices is None else indices.size
+        values = draw(st.lists(st.integers(0, 2**16 - 1), min_size=size, max_size=size))
+        made.append(
+            {
+                "indices": indices,
+                "values": np.array(values, np.uint16),
+                "fingerprint_after": draw(st.integers(0, 3)),
+                "form": "absolute" if indices is None else draw(st.sampled_from(["absolute", "delta"])),
+                "old_sum": draw(st.none() | st.just(0)),
+                "fingerprint_before": draw(st.none() | st.integers(0, 3)),
+                "part": part,
+                "box": box,
+            }
+        )
+    return made
+
+
+@given(_forged_patches(), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_whatever_is_committed_is_what_the_fingerprints_say(fields: list[dict[str, Any]], is_seed: bool) -> None:
+    """A forger who corrects every sum that is refused never gets bits committed under a digest that is not theirs.
+
+    Every refusal is one of our errors and leaves everything as it was.
+    """
+    state = WeightState({"w": random_tensor(np.random.default_rng(3), "bfloat16", _SHAPE)}, version=1)
+    before = everything(state)
+    target = state.digest
+    for _ in range(3 * len(fields) + 2):
+        try:
+            patches = tuple(SparseWeightPatch(ParamMeta("w", "bfloat16", _SHAPE), **each) for each in fields)
+            update = WeightUpdate(
+                run_id="r", epoch=0, base_version=None if is_seed else 1, target_version=2,
+                base_digest=None if is_seed else state.digest, target_digest=target,
+                table_digest=state.table.digest, patches=patches,
+            )  # fmt: skip
+            apply_update(state, update)
+        except VerificationError as err:
+            assert everything(state) == before
+            if err.parameter is None:
+                target = str(err.found)
+                continue
+            _correct(fields, str(err.message), str(err.expected), str(err.found))
+        except DeltacastError:
+            assert everything(state) == before
+            return
+        else:
+            event(f"committed {len(fields)} patches")
+            truth = bytes_fingerprint(raw_bytes(state.memories[0].tensor), 2)
+            assert state.fingerprints.tolist() == [truth]
+            assert (state.digest, state.audit()) == (target, [])
+            return
+
+
+def _correct(fields: list[dict[str, Any]], message: str, expected: str, found: str) -> None:
+    """Do as a forger would: put in whatever sum the error says was found."""
+    for each in fields:
+        if "promises" in message and each["fingerprint_after"] == int(expected, 16):
+            each["fingerprint_after"] = int(found, 16)
+            return
+        if "other bits" in message and each["old_sum"] == int(expected, 16):
+            each["old_sum"] = int(found, 16)
+            return
+        if "other bits" in message and each["fingerprint_before"] == int(found, 16):
+            each["fingerprint_before"] = int(expected, 16)
+            return

@@ -1,4 +1,4 @@
-"""Words of live tensors, and whether tensors share memory. Right values: storage bytes through numpy strides."""
+"""Words of live tensors. Right values: storage bytes through numpy strides."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deltacast.delta.dtypes import DTYPES
 from deltacast.delta.errors import DTypeError, InputError
 from deltacast.delta.memory import WordMemory
-from deltacast.delta.overlap import overlaps_itself, require_apart
 from tensor_bytes import WORDS, random_raw, random_tensor, raw_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -123,44 +120,6 @@ def test_odd_but_disjoint_layouts_are_not_refused() -> None:
         memory = WordMemory(tensor)
         memory.write_all(np.arange(tensor.numel(), dtype=np.uint32))
         assert memory.read_all().tolist() == list(range(tensor.numel()))
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=3), st.integers(0, 3), st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
-def test_overlap_is_what_counting_cells_says(dims: list[tuple[int, int]], offset: int, other: int) -> None:
-    """Any strides: a tensor overlaps itself, or another one, exactly if two index tuples reach one cell."""
-    shape, strides = [n for n, _ in dims], [s for _, s in dims]
-    store = torch.zeros(100)
-    tensor = store.as_strided(shape, strides, offset)
-    cells = _cells(tensor)
-    assert overlaps_itself(tensor) == (len(set(cells)) < len(cells))
-    neighbour = store.as_strided((2, other), (5, 3), 6)
-    shared = bool(set(cells) & set(_cells(neighbour)))
-    if shared:
-        with pytest.raises(InputError, match="share memory"):
-            require_apart([("a", tensor), ("b", neighbour)])
-    else:
-        require_apart([("a", tensor), ("b", neighbour)])
-
-
-def _cells(tensor: torch.Tensor) -> list[int]:
-    return [
-        int(tensor.storage_offset()) + sum(i * s for i, s in zip(place, tensor.stride(), strict=True))
-        for place in np.ndindex(*tensor.shape)
-    ]
-
-
-def test_views_that_interleave_are_apart_and_ties_are_named() -> None:
-    """Column slices of a fused weight may be two parameters; a tie or an overlapping slice may not."""
-    fused = torch.zeros(4, 10)
-    columns = [("q", fused[:, :4]), ("k", fused[:, 4:7]), ("v", fused[:, 7:])]
-    require_apart([*columns, ("other", torch.zeros(3)), ("empty", fused[:0])])
-    with pytest.raises(InputError, match="'v'") as caught:
-        require_apart([*columns, ("extra", fused[2:3, 9:])])
-    assert caught.value.parameter == "extra"
-    for second in (fused, fused.view(-1)[5:6], fused.view(torch.int32), fused.t()):
-        with pytest.raises(InputError, match="share memory"):
-            require_apart([("head", fused), ("embed", second)])
 
 
 def test_what_cannot_be_written_at_all_is_refused() -> None:

@@ -94,6 +94,9 @@ def test_only_for_the_table_at_both_ends() -> None:
         read_rows(encode_round(update, TABLE).rows, other)
     with pytest.raises(TableError, match="no such parameter"):
         encode_round(made.update_of([patch(ParamMeta("x", "int8", (5,)), 2, "based")], TABLE), TABLE)
+    for changes in ({"removed": ("gone",)}, {"aliases": {meta.name: meta.name}}, {"aliases": {"x": "gone"}}):
+        with pytest.raises(TableError, match=r"needs a new table|another name"):
+            encode_round(made.update_of([], TABLE, **changes), TABLE)
     changed = ParamMeta(meta.name, "int8", meta.shape)
     with pytest.raises(TableError, match="another parameter"):
         encode_round(made.update_of([patch(changed, 2, "based")], TABLE), TABLE)
