@@ -18,14 +18,16 @@ from deltacast.delta.bits import Words, numpy_words, words
 from deltacast.delta.errors import StateError, TableError
 from deltacast.delta.fingerprint import add, change_sums, words_fingerprint
 from deltacast.delta.memory import WordMemory
-from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered
 from deltacast.delta.state import WeightState
 from deltacast.delta.table import ParamMeta
 
 __all__ = ["changed_positions", "dense_patch", "diff_parameter", "diff_state", "diff_words", "seed"]
 
 _CHUNK_WORDS = 1 << 18
-_DENSE_ABOVE = 15 / 16  # above this share a bitmap and the values cost what the whole parameter does
+_DENSE_ABOVE = 15 / 16
+_SAMPLE_WORDS = 4096
+_SMALL_STEP = 7  # as far as a nibble of the container reaches (docs/format.md, "Values")
 
 
 def changed_positions(old: Words, new: Words) -> NDArray[np.int64]:
@@ -81,7 +83,10 @@ def _device_diff(meta: ParamMeta, old: WordMemory, new: torch.Tensor, before: in
     old_flat = words(old.tensor, name=meta.name)
     new_flat = words(new, name=meta.name).to(old_flat.device)
     index = torch.nonzero(old_flat != new_flat).view(-1)
-    if index.numel() > _DENSE_ABOVE * meta.num_words:
+    sample = torch.arange(0, meta.num_words, _sample_step(meta), device=old_flat.device)
+    if index.numel() > _DENSE_ABOVE * meta.num_words and _costs_the_whole(
+        meta, *(flat.index_select(0, sample).cpu().numpy().view(meta.row.numpy_word) for flat in (old_flat, new_flat))
+    ):
         return dense_patch(meta, new, before=before)
     positions = index.cpu().numpy()
     old_words = old_flat.index_select(0, index).cpu().numpy().view(meta.row.numpy_word)
@@ -92,10 +97,27 @@ def _device_diff(meta: ParamMeta, old: WordMemory, new: torch.Tensor, before: in
 def _patch(
     meta: ParamMeta, positions: NDArray[np.int64], old: Words, new: Words, before: int
 ) -> SparseWeightPatch | None:
-    if positions.size > _DENSE_ABOVE * meta.num_words:
+    step = _sample_step(meta)
+    if positions.size > _DENSE_ABOVE * meta.num_words and _costs_the_whole(meta, old[::step], new[::step]):
         after = words_fingerprint(new)
         return SparseWeightPatch(meta, None, new.copy(), after, fingerprint_before=before)
     return _sparse(meta, positions, old.take(positions), new.take(positions), before)
+
+
+def _sample_step(meta: ParamMeta) -> int:
+    return max(1, meta.num_words // _SAMPLE_WORDS)
+
+
+def _costs_the_whole(meta: ParamMeta, old: Words, new: Words) -> bool:
+    """Estimate from a sample whether coding nearly every word costs as much as sending the parameter whole.
+
+    A bitmap and a nibble per word, and the word itself where its step is too long for a nibble (fp32 masters).
+    """
+    signed, bits = meta.row.signed_magnitude, 8 * meta.row.word_bytes
+    steps = ordered(new, signed_magnitude=signed) - ordered(old, signed_magnitude=signed)
+    steps += meta.row.numpy_word.type(_SMALL_STEP)
+    exceptions = float(np.mean(steps > 2 * _SMALL_STEP))
+    return 1 + 4 + exceptions * bits >= bits
 
 
 def _sparse(

@@ -24,6 +24,7 @@ from deltacast.delta.diff import (
     seed,
 )
 from deltacast.delta.errors import InputError, StateError, TableError
+from deltacast.delta.fingerprint import words_fingerprint
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 from deltacast.delta.state import WeightState
@@ -149,6 +150,18 @@ def test_the_whole_parameter_is_sent_above_fifteen_sixteenths(num_changed: int, 
     assert patch.is_dense is dense
     assert patch.fingerprint_after == bytes_fingerprint(raw_bytes(new), 4)
     assert patch.num_changed == num_changed
+
+
+def test_small_steps_are_sparse_even_where_every_word_changed() -> None:
+    """One step of the ordered integer per word is coded in a nibble: a learning rate may move them all."""
+    words = np.arange(0x3F80, 0x3F80 + 64, dtype=np.uint16)
+    meta = ParamMeta("w", "bfloat16", (64,))
+    patch = diff_words(meta, words, words + np.uint16(1), words_fingerprint(words))
+    assert patch is not None
+    assert not patch.is_dense
+    far = diff_words(meta, words, words ^ np.uint16(0x4000), words_fingerprint(words))
+    assert far is not None
+    assert far.is_dense
 
 
 def test_positions_across_chunks_are_found() -> None:

@@ -139,7 +139,7 @@ def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_mi
     """SIGSTOP past every timeout: the round aborts, the others go on; thawed, it is at its old version and says so."""
     policy = Policy(0)
     die = {1: (step, 1, signal.SIGSTOP)}
-    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, timeout_s=2.0) as trainer:
+    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, timeout_s=4.0) as trainer:
         client.reports()
         before = weights_of(policy)
         survivor, frozen = client.workers
