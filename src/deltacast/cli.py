@@ -9,8 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
 import typer
@@ -19,6 +17,7 @@ from typer.core import TyperGroup
 from deltacast import __version__
 from deltacast.commands import bench
 from deltacast.commands.apply import apply
+from deltacast.commands.demo import demo
 from deltacast.commands.diff import diff
 from deltacast.commands.digest import digest
 from deltacast.commands.failures import BROKEN_PIPE, report_failure
@@ -113,11 +112,9 @@ def _options(
     pass
 
 
-for _command in (digest, verify, diff, apply, fold, inspect):
+for _command in (digest, verify, diff, apply, fold, inspect, demo):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
-if find_spec("deltacast.commands.demo") is not None:
-    app.command(name="demo")(import_module("deltacast.commands.demo").demo)
 
 
 def main() -> None:
