@@ -14,8 +14,7 @@ still go wrong after it is the writing itself, which `write` reads back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -24,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
-from deltacast.delta.codec.boxes import check_box, check_disjoint, to_local
+from deltacast.delta.boxes import check_box, check_disjoint, to_global, to_local
 from deltacast.delta.errors import BaseError, CorruptionError, InputError, TableError, VerificationError
-from deltacast.delta.fingerprint import add, box_positions, change_sums, format_sum, words_fingerprint
+from deltacast.delta.fingerprint import add, change_sums, format_sum, words_fingerprint
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered
 from deltacast.delta.state import WeightState
+from deltacast.delta.threads import in_order
 
 __all__ = ["Transaction", "TransactionState", "apply_update", "check_base"]
 
@@ -134,7 +134,7 @@ class Transaction:
                 found=f"{undo_bytes} bytes",
             )
         whole = update.sent_whole()
-        writes = _map(lambda patch: _stage_patch(state, update, patch, whole), update.patches, state.threads)
+        writes = list(in_order(lambda patch: _stage_patch(state, update, patch, whole), update.patches, state.threads))
         after = _resulting_fingerprints(state, update, writes, whole)
         return cls(state, update, writes, after, undo=undo)
 
@@ -294,9 +294,7 @@ def _positions(patch: SparseWeightPatch) -> NDArray[np.int64]:
     if patch.indices is not None:
         return patch.indices
     assert patch.box is not None
-    runs = box_positions(patch.meta.shape, patch.box, patch.meta.row.words_per_element)
-    pieces = [np.arange(there, there + count, dtype=np.int64) for _, there, count in runs]
-    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+    return to_global(np.arange(patch.num_box_words, dtype=np.int64), patch.meta, patch.box)
 
 
 def _check_overwritten(state: WeightState, patch: SparseWeightPatch, place: int, old_sum: int) -> None:
@@ -371,12 +369,3 @@ def _read_back(write: _Write) -> None:
             parameter=write.memory.name,
             hint="Do two parameters share storage? Declare them as aliases.",
         )
-
-
-def _map(
-    function: Callable[[SparseWeightPatch], _Write], items: Sequence[SparseWeightPatch], threads: int
-) -> list[_Write]:
-    if threads == 1 or len(items) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, items))

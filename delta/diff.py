@@ -6,9 +6,7 @@ releases the GIL in both, so parameters (and ranges of large ones) run on thread
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered
 from deltacast.delta.state import WeightState
 from deltacast.delta.table import ParamMeta
+from deltacast.delta.threads import in_order
 
 __all__ = ["changed_positions", "dense_patch", "diff_parameter", "diff_state", "diff_words", "seed"]
 
@@ -181,7 +180,7 @@ def diff_state(
         place, tensor = pair
         return diff_parameter(base.table.metas[place], base.memories[place], tensor, int(base.fingerprints[place]))
 
-    found = list(_in_threads(one, places(), base.threads))
+    found = list(in_order(one, places(), base.threads))
     missing = next((meta.name for i, meta in enumerate(base.table) if i not in seen), None)
     if missing is not None:
         raise TableError("the new weights lack a parameter of the baseline", parameter=missing)
@@ -202,25 +201,6 @@ def diff_state(
         optimizer_step=optimizer_step,
         aliases=base.table.aliases,
     )
-
-
-def _in_threads(
-    function: Callable[[tuple[int, torch.Tensor]], SparseWeightPatch | None],
-    items: Iterator[tuple[int, torch.Tensor]],
-    threads: int,
-) -> Iterator[SparseWeightPatch | None]:
-    """Map in order with at most `threads` + 1 items taken and not yet done: a source may convert each on the way."""
-    if threads == 1:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        pending: deque[Future[SparseWeightPatch | None]] = deque()
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def _known_version(state: WeightState) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
-from deltacast.delta.codec.boxes import to_local
+from deltacast.delta.boxes import to_local
 from deltacast.delta.errors import BaseError, InputError
 from deltacast.delta.fingerprint import add, change_sums, format_sum
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +20,7 @@ from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.overlap import require_apart
 from deltacast.delta.table import ParameterTable, ParamMeta
+from deltacast.delta.threads import in_order
 
 __all__ = ["Damage", "WeightState", "rolling_slices"]
 
@@ -158,10 +158,7 @@ class WeightState:
             self.audited_versions[list(places)] = self.version
 
     def _scan(self, places: Sequence[int]) -> list[int]:
-        if self.threads == 1 or len(places) < 2:
-            return [self.memories[i].fingerprint() for i in places]
-        with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(lambda i: self.memories[i].fingerprint(), places))
+        return list(in_order(lambda i: self.memories[i].fingerprint(), places, self.threads))
 
 
 @lru_cache(maxsize=4)  # every round asks anew, and 40,000 parameters take 0.2 s

@@ -20,8 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
+from deltacast.delta.boxes import check_box, to_global
 from deltacast.delta.codec import layout as lay
-from deltacast.delta.codec.boxes import check_box, to_global
 from deltacast.delta.codec.choose import ValuesChoice
 from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
 from deltacast.delta.codec.encode import each, encode_patches

@@ -211,9 +211,7 @@ def _decode_positions(
     if checked.pools.counts[group, lay.POOL_SPARSE]:
         chosen = spans.select((encoding == lay.SPARSE) & (spans.num_changed > 0))
         wide = streams.get(lay.WIDE, _NO_BYTES).view("<u8")
-        gaps = GapStreams(
-            streams[lay.GAP_LOW], streams[lay.GAP_QUADS], streams.get(lay.GAP_HIGH, _NO_BYTES), wide
-        )
+        gaps = GapStreams(streams[lay.GAP_LOW], streams[lay.GAP_QUADS], streams.get(lay.GAP_HIGH, _NO_BYTES), wide)
         out = pools[lay.POOL_SPARSE][_range(checked, group, lay.POOL_SPARSE)]
         decode_gaps(gaps, chosen.num_changed, chosen.lo, chosen.hi, out)
     if checked.pools.bitmap_bytes[group]:

@@ -17,8 +17,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
+from deltacast.delta.boxes import to_local
 from deltacast.delta.codec import layout as lay
-from deltacast.delta.codec.boxes import to_local
 from deltacast.delta.codec.choose import ValuesChoice, choose_encodings, choose_values, join
 from deltacast.delta.codec.layout import GROUP, SPAN, STREAM, Layout, Pools, Spans, pool_spans
 from deltacast.delta.codec.streams import encode_bitmap, encode_gaps, pack_codes, split_planes

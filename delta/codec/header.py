@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import zstandard
 
+from deltacast.delta.boxes import check_box, check_disjoint
 from deltacast.delta.codec import layout as lay
-from deltacast.delta.codec.boxes import check_box, check_disjoint
 from deltacast.delta.codec.decode import inflate, stated_size
 from deltacast.delta.codec.envelope import Envelope, Fields, as_format_error, dump_json, load_json
 from deltacast.delta.codec.layout import ENTRY, GROUP, SPAN, STREAM, Layout

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from deltacast.delta.boxes import check_box, check_disjoint, to_global
 from deltacast.delta.codec import layout as lay
-from deltacast.delta.codec.boxes import check_box, check_disjoint, to_global
 from deltacast.delta.codec.choose import ValuesChoice
 from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
@@ -284,10 +284,15 @@ def _patches(parsed: RoundRows, table: ParameterTable, data: Sequence[EntryData]
             indices = to_global(indices, meta, box)
         patches.append(
             SparseWeightPatch(
-                meta=meta, indices=indices, values=values, fingerprint_after=after,
+                meta=meta,
+                indices=indices,
+                values=values,
+                fingerprint_after=after,
                 form="delta" if form == lay.DELTA else "absolute",
                 old_sum=old_sum if flags & lay.HAS_OLD_SUM else None,
-                fingerprint_before=before if flags & lay.HAS_BEFORE else None, part=part, box=box,
+                fingerprint_before=before if flags & lay.HAS_BEFORE else None,
+                part=part,
+                box=box,
             )
         )
     return patches

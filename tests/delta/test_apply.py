@@ -325,7 +325,7 @@ def test_promises_that_do_not_hold_are_refused() -> None:
 def test_a_dense_patch_says_what_it_replaces_or_nothing() -> None:
     """A whole parameter needs no base, but if it names the fingerprint before, that must be the one at hand."""
     state = _base()
-    update = diff_state(state, listed({**_next_tensors(state), "d": state.memory("d").tensor ^ 1}), run_id="r")
+    update = diff_state(state, listed({**_next_tensors(state), "d": state.memory("d").tensor ^ (1 << 40)}), run_id="r")
     patch = _of(update, "d")
     assert patch.is_dense
     assert patch.fingerprint_before is not None

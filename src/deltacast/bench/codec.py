@@ -230,9 +230,7 @@ def _sizes(step: _Step, raw: bytes) -> dict[str, Any]:
     }
 
 
-def _speeds(
-    step: _Step, raw: bytes, encode: Callable[[], object], repeats: int, threads: int
-) -> dict[str, float]:
+def _speeds(step: _Step, raw: bytes, encode: Callable[[], object], repeats: int, threads: int) -> dict[str, float]:
     target = {name: array.copy() for name, array in step.old.items()}
 
     def decode_apply() -> None:

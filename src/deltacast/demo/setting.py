@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from deltacast.delta.errors import InputError
 from deltacast.demo.grpo import Rollout, grpo_step, make_optimizer, warm_start
 from deltacast.demo.hf import AdditionTask, HfPolicy, load_hf
 from deltacast.demo.policy import LanguageModel, Policy
@@ -54,6 +56,9 @@ class Setting:
         seed: of weights, prompts and samples.
         num_prompts: of one step, over all workers.
         num_samples: completions of each.
+
+    Raises:
+        InputError: the folder holds no model, or transformers is missing.
     """
 
     directory: Path | None
@@ -61,11 +66,19 @@ class Setting:
     num_prompts: int = 32
     num_samples: int = 8
 
+    def __post_init__(self) -> None:
+        if self.directory is None:
+            return
+        if not (self.directory / "config.json").is_file():
+            raise InputError("no Hugging Face model there", expected="a folder with config.json", found=self.directory)
+        if find_spec("transformers") is None:
+            raise InputError("a Hugging Face model needs transformers", hint="pip install 'deltacast[hf]'")
+
     def make_learner(self) -> Learner:
         """Build the trainer's policy, which knows the task a little, and its optimizer.
 
         Raises:
-            InputError, OSError: the folder holds no causal LM, or transformers is missing.
+            OSError, ValueError: the folder holds no causal LM that transformers can load.
         """
         if self.directory is not None:
             loaded = load_hf(self.directory)
@@ -80,7 +93,7 @@ class Setting:
                 f"policy: a transformer that sorts {sorting.num_digits} digits up or down, "
                 "as it was shown; only up is rewarded"
             )
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed + 1)  # not the warm start's prompts again
         return Learner(model, task, make_optimizer(model), generator, self.num_prompts, what)
 
     def make_worker(self, number: int) -> tuple[LanguageModel, Task]:

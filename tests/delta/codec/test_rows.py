@@ -74,9 +74,7 @@ def test_parts_with_boxes() -> None:
     patches = []
     for part, (lo, hi) in enumerate([(0, 4), (4, 6)]):
         at = np.array([lo * 5 + 1, hi * 5 - 1], np.int64)
-        patches.append(
-            made.patch_of(meta, old, made.step(rng, old, at), box=((lo, hi), (0, 5)), part=part, indices=at)
-        )
+        patches.append(made.patch_of(meta, old, made.step(rng, old, at), box=((lo, hi), (0, 5)), part=part, indices=at))
     patches.append(SparseWeightPatch(scalar, None, np.zeros(1, "<u4"), 5, box=()))
     update = made.update_of(patches, table)
     sent = encode_round(update, table)

@@ -28,9 +28,7 @@ def check_box(meta: ParamMeta, box: Box) -> int:
     Raises:
         PatchError: the box does not lie in the parameter.
     """
-    if len(box) != len(meta.shape) or any(
-        not 0 <= lo <= hi <= n for (lo, hi), n in zip(box, meta.shape, strict=True)
-    ):
+    if len(box) != len(meta.shape) or any(not 0 <= lo <= hi <= n for (lo, hi), n in zip(box, meta.shape, strict=True)):
         raise PatchError("a part's box lies outside the parameter", parameter=meta.name,
                          expected=f"inside {list(meta.shape)}", found=box)  # fmt: skip
     return math.prod(hi - lo for lo, hi in box) * meta.row.words_per_element

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltacast.delta.codec.boxes import check_box, check_disjoint, to_global, to_local
+from deltacast.delta.boxes import check_box, check_disjoint, to_global, to_local
 from deltacast.delta.errors import PatchError
 from deltacast.delta.fingerprint import Box
 from deltacast.delta.table import ParamMeta
