@@ -62,7 +62,7 @@ class WordMemory:
         index = torch.from_numpy(_plain(positions)).to(self._view.device)
         source = self._as_torch(words)
         if self._flat is not None:
-            self._flat.index_copy_(0, index, source)
+            self._flat.scatter_(0, index, source)
         else:
             self._view[self._unravel(index)] = source
 

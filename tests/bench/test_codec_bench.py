@@ -19,7 +19,8 @@ from deltacast.delta.errors import ChecksumError, InputError
 from deltacast.delta.table import ParamMeta
 
 KEYS = {"source", "encoding", "num_changed", "density", "bits_per_change", "floor_bits", "floor_bits_given_exponent",
-        "stream_bits", "xor_zstd_bits", "times_smaller", "encode_gbps", "decode_apply_gbps", "memcpy_gbps"}  # fmt: skip
+        "stream_bits", "xor_zstd_bits", "times_smaller", "encode_gbps", "decode_apply_gbps",
+        "verified_apply_gbps", "memcpy_gbps"}  # fmt: skip
 
 
 def test_floors_by_hand() -> None:

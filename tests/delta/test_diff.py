@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deltacast.delta.bits import numpy_words
 from deltacast.delta.diff import (
     _device_diff,
-    changed_positions,
+    changed_words,
     dense_patch,
     diff_parameter,
     diff_state,
@@ -172,10 +172,11 @@ def test_positions_across_chunks_are_found() -> None:
         places = sorted({0, size - 1, *(p for k in (1, 2, 3) for p in (k * chunk - 1, k * chunk) if p < size)})
         new = old.copy()
         new[places] = 1
-        found = changed_positions(old, new)
+        found, before, after = changed_words(old, new)
         assert found.tolist() == places
+        assert (set(before.tolist()), set(after.tolist())) == ({0}, {1})
         assert found.dtype == np.int64
-    assert changed_positions(np.zeros(0, np.uint16), np.zeros(0, np.uint16)).tolist() == []
+    assert changed_words(np.zeros(0, np.uint16), np.zeros(0, np.uint16))[0].tolist() == []
 
 
 @pytest.mark.parametrize("name", WORDS)

@@ -8,4 +8,4 @@ from typing import Any, TypeAlias
 from typer.testing import Result
 
 Run: TypeAlias = Callable[..., Result]
-RunJson: TypeAlias = Callable[..., dict[str, Any]]
+RunJson: TypeAlias = Callable[..., Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +20,15 @@ from safetensors import deserialize
 
 from deltacast.bench.floors import Change, floors
 from deltacast.bench.generator import PRESETS, Model, make_model, take_step
-from deltacast.delta.bits import Words
+from deltacast.delta.apply import Transaction
+from deltacast.delta.bits import Words, from_words
 from deltacast.delta.codec import decode_update, encode_update, read_header
-from deltacast.delta.diff import changed_positions, diff_words
+from deltacast.delta.diff import changed_words, diff_words
 from deltacast.delta.errors import ChecksumError, FormatError, InputError
 from deltacast.delta.fingerprint import words_fingerprint
 from deltacast.delta.fold import fold
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered
+from deltacast.delta.state import WeightState
 from deltacast.delta.table import ParameterTable, ParamMeta
 
 __all__ = ["CHAINS", "PRESETS", "bench_codec"]
@@ -68,7 +70,9 @@ def bench_codec(
     Yields:
         Rows with keys `source`, `version` (trace) or `preset` (generator), `encoding`, `num_changed`, `density`,
         `bits_per_change`, `floor_bits`, `floor_bits_given_exponent`, `stream_bits`, `xor_zstd_bits`,
-        `times_smaller`, `encode_gbps`, `decode_apply_gbps`, `memcpy_gbps`; bits are per changed word.
+        `times_smaller`, `encode_gbps`, `decode_apply_gbps`, `verified_apply_gbps`, `memcpy_gbps`. Bits are per
+        changed word. Encoding starts from both sides' words. `decode_apply` only writes; `verified_apply` is a whole
+        `Transaction`: every check, fingerprints, undo log, and reading back.
 
     Raises:
         FormatError, ChecksumError: the trace is not what its digests say.
@@ -153,51 +157,31 @@ def _update(step: _Step, patches: Sequence[SparseWeightPatch]) -> WeightUpdate:
     )  # fmt: skip
 
 
-def _diff(step: _Step) -> WeightUpdate:
-    found = [diff_words(meta, step.old[meta.name], step.new[meta.name], words_fingerprint(step.old[meta.name]))
-             for meta in step.table if step.old[meta.name] is not step.new[meta.name]]  # fmt: skip
-    return _update(step, [patch for patch in found if patch is not None])
+def _fingerprints(step: _Step) -> dict[str, int]:
+    return {meta.name: words_fingerprint(step.old[meta.name]) for meta in step.table}
+
+
+def _diff(step: _Step, before: dict[str, int]) -> list[SparseWeightPatch]:
+    found = (diff_words(meta, step.old[meta.name], step.new[meta.name], before[meta.name]) for meta in step.table)
+    return [patch for patch in found if patch is not None]
 
 
 def _measure(step: _Step, repeats: int, threads: int) -> dict[str, Any]:
-    """Measure one step: sizes, then speeds."""
-    update = _diff(step)
+    """Measure one step: sizes, then speeds. Encoding starts from both sides' words, sums included."""
+    before = _fingerprints(step)
+    update = _update(step, _diff(step, before))
     raw = encode_update(update, threads=threads)
-    row = _sizes(step, raw)
-    sums = {patch.name: patch for patch in update.patches}
 
     def encode() -> None:
-        patches = []
-        for meta in step.table:
-            old, new = step.old[meta.name], step.new[meta.name]
-            at = changed_positions(old, new)
-            if not at.size:
-                continue
-            if sums[meta.name].is_dense:
-                patches.append(sums[meta.name])
-                continue
-            known = sums[meta.name]  # fingerprints come from the pass that finds changes, measured by the diff bench
-            patches.append(SparseWeightPatch(
-                meta, at, new.take(at), known.fingerprint_after, base_values=old.take(at), old_sum=known.old_sum,
-                fingerprint_before=known.fingerprint_before,
-            ))  # fmt: skip
-        encode_update(_with(update, patches), threads=threads)
+        encode_update(replace(update, patches=tuple(_diff(step, before))), threads=threads)
 
-    return row | _speeds(step, raw, encode, repeats, threads)
-
-
-def _with(update: WeightUpdate, patches: Sequence[SparseWeightPatch]) -> WeightUpdate:
-    return WeightUpdate(
-        run_id=update.run_id, epoch=update.epoch, base_version=update.base_version,
-        target_version=update.target_version, base_digest=update.base_digest, target_digest=update.target_digest,
-        table_digest=update.table_digest, patches=tuple(patches), optimizer_step=update.optimizer_step,
-    )  # fmt: skip
+    return _sizes(step, raw) | _speeds(step, raw, encode, repeats, threads)
 
 
 def _measure_fold(steps: list[_Step], repeats: int, threads: int) -> dict[str, Any]:
     """Measure the fold of a chain: its size against one diff of the ends, and its speeds; encode includes folding."""
     whole = _Step(steps[0].table, steps[0].old, steps[-1].new, steps[-1].version)
-    updates = [decode_update(encode_update(_diff(step))) for step in steps]
+    updates = [decode_update(encode_update(_update(step, _diff(step, _fingerprints(step))))) for step in steps]
     folded = fold(updates)
     raw = encode_update(folded, threads=threads)
     row = _sizes(whole, raw)
@@ -208,9 +192,9 @@ def _sizes(step: _Step, raw: bytes) -> dict[str, Any]:
     changes = []
     for meta in step.table:
         old, new = step.old[meta.name], step.new[meta.name]
-        at = changed_positions(old, new)
+        at, _, values = changed_words(old, new)
         if at.size:
-            changes.append(Change(meta, old, at, new[at]))
+            changes.append(Change(meta, old, at, values))
     bound = floors(changes)
     num_changed = sum(change.indices.size for change in changes)
     compressor = zstandard.ZstdCompressor(level=1)
@@ -237,6 +221,16 @@ def _speeds(step: _Step, raw: bytes, encode: Callable[[], object], repeats: int,
         for patch in decode_update(raw, threads=threads).patches:
             _apply(target[patch.name], patch)
 
+    state = WeightState(
+        {meta.name: from_words(step.old[meta.name].copy(), meta.row, meta.shape) for meta in step.table},
+        version=decode_update(raw).base_version,
+    )
+
+    def verified_apply() -> Transaction:
+        transaction = Transaction.stage(state, decode_update(raw, threads=threads))
+        transaction.write()
+        return transaction
+
     decode_apply()
     wrong = next((name for name, array in step.new.items() if not np.array_equal(array, target[name])), None)
     if wrong is not None:
@@ -248,8 +242,9 @@ def _speeds(step: _Step, raw: bytes, encode: Callable[[], object], repeats: int,
         for to, source in copies:
             np.copyto(to, source)
 
-    times = [_median(function, repeats) for function in (encode, decode_apply, copy)]
-    return dict(zip(("encode_gbps", "decode_apply_gbps", "memcpy_gbps"), (dense / t for t in times), strict=True))
+    measured = {"encode_gbps": encode, "decode_apply_gbps": decode_apply, "verified_apply_gbps": verified_apply,
+                "memcpy_gbps": copy}  # fmt: skip
+    return {key: dense / _median(function, repeats) for key, function in measured.items()}
 
 
 def _apply(words: Words, patch: SparseWeightPatch) -> None:
@@ -267,6 +262,8 @@ def _median(function: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        function()
+        made = function()
         times.append(time.perf_counter() - start)
+        if isinstance(made, Transaction):
+            made.rollback()
     return sorted(times)[len(times) // 2]

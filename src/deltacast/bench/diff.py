@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltacast.bench.generator import PRESETS
-from deltacast.delta.diff import changed_positions, diff_words
+from deltacast.delta.diff import changed_words, diff_words
 from deltacast.delta.errors import InputError
 from deltacast.delta.table import ParamMeta
 
@@ -68,7 +68,7 @@ def bench_diff(
         new = _changed(old, density, rng)
         compare_s, diff_s, memcpy_s = _medians(
             (
-                lambda new=new: changed_positions(old, new),  # type: ignore[misc]
+                lambda new=new: changed_words(old, new),  # type: ignore[misc]
                 lambda new=new: diff_words(meta, old, new, 0),  # type: ignore[misc]
                 lambda new=new: np.copyto(target, new),  # type: ignore[misc]
             ),

@@ -32,7 +32,7 @@ def human_bytes(size: float) -> str:
     return f"{size:.2f} TiB"
 
 
-def print_json(document: Mapping[str, Any]) -> None:
+def print_json(document: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     """Print the one JSON document of a command; ASCII, so that no locale can spoil it."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))
 
