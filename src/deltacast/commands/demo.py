@@ -81,9 +81,9 @@ def _table() -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (
-        "step", "reward", "changed", "dense", "sent", "smaller", "diff", "encode", "send", "apply", "ms  verified",
-    ):  # fmt: skip
+    table.add_column("step", justify="right")
+    table.add_column("reward", justify="left", min_width=5 + _BAR)
+    for column in ("changed", "dense", "sent", "smaller", "diff ms", "encode", "send", "apply", "verified"):
         table.add_column(column, justify="right")
     return table
 
@@ -106,11 +106,10 @@ def _cells(row: StepRow) -> tuple[str, ...]:
 
 
 def _summary(console: Any, result: DemoResult) -> None:
-    first = result.rows[0].reward
     dense = result.dense_bytes * len(result.rows)
     console.print(
-        f"\nreward {first:.2f} -> {result.final_reward:.2f} in {len(result.rows)} steps, "
-        "of samples from the weights that the workers hold"
+        f"\nreward {result.first_reward:.2f} -> {result.final_reward:.2f} in {len(result.rows)} steps, on "
+        f"{result.num_judged} completions that the workers sampled before and after"
     )
     console.print(
         f"sent {human_bytes(result.sent_bytes)} instead of {human_bytes(dense)}, {dense / result.sent_bytes:.0f} times "
@@ -128,6 +127,7 @@ def _document(result: DemoResult) -> dict[str, Any]:
             {"step": row.step, "reward": row.reward, "step_s": row.step_s, "round": row.report.as_dict()}
             for row in result.rows
         ],
+        "first_reward": result.first_reward,
         "final_reward": result.final_reward,
         "num_parameters": result.num_parameters,
         "num_weights": result.num_weights,

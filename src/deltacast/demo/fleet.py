@@ -30,7 +30,7 @@ _STOP_S = 5.0
 
 
 class Fleet:
-    """Worker processes; also the trainer engine's `Client`: calls are passed on and do not wait.
+    """Worker processes; also the trainer engine's `Client`, whose calls fail as soon as a worker does.
 
     Use as a context manager: every process has ended when it exits, however it exits.
 
@@ -68,19 +68,20 @@ class Fleet:
             process.join()
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `Client`; returns when every worker is admitted."""
         self._tell_all("init", init_info)
+        self._collect()
 
     def start_weight_update(self) -> None:
         """See `Client`: workers are idle between their answers, so there is nothing to pause."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `Client`; returns when every worker has heard that the call is over."""
         self._tell_all("receive", update_info)
+        self._collect()
 
     def finish_weight_update(self) -> None:
-        """See `Client`; collects the workers' answers to `update_weights`."""
-        self.collect()
+        """See `Client`: nothing was paused."""
 
     def sample(self, prompts: torch.Tensor) -> list[Rollout]:
         """Have the workers sample completions of prompts, divided among them, with the weights that they hold.
@@ -90,17 +91,17 @@ class Fleet:
         """
         for number, pipe in enumerate(self._pipes):
             pipe.send(("sample", prompts[number :: len(self._pipes)]))
-        return self.collect()
+        return self._collect()
 
     def dump(self, folder: Path) -> list[Path]:
         """Have every worker write the weights that it holds; return the files."""
         paths = [folder / f"worker-{number}.safetensors" for number in range(len(self._pipes))]
         for pipe, path in zip(self._pipes, paths, strict=True):
             pipe.send(("dump", path))
-        self.collect()
+        self._collect()
         return paths
 
-    def collect(self) -> list[Any]:
+    def _collect(self) -> list[Any]:
         """Return one answer from every worker.
 
         Raises:
@@ -141,8 +142,7 @@ def _serve(pipe: Connection, setting: Setting, number: int) -> None:
                 answer: object = None
                 if command == "init":
                     engine.init_transfer_engine(*arguments)
-                    continue  # the trainer hears of it on its own connection
-                if command == "sample":
+                elif command == "sample":
                     answer = collect_rollout(model, task, arguments[0], setting.num_samples, generator)
                 elif command == "receive":
                     answer = engine.receive_weights(*arguments)

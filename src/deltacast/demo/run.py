@@ -26,6 +26,7 @@ from deltacast.engines.report import RoundReport
 __all__ = ["DemoOptions", "DemoResult", "StepRow", "run_demo"]
 
 _TIMEOUT_S = 120.0
+_NUM_EXAMINED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ class DemoResult:
 
     Attributes:
         rows: every step.
-        final_reward: of samples from the last published weights.
+        first_reward, final_reward: mean reward of the workers' weights before the first and after the last step,
+            on the same prompts.
+        num_judged: completions that those two are the mean of.
         num_parameters, num_weights, dense_bytes: of the policy that is served.
         seeded: workers that were brought to the trainer's weights at the start.
         verified: what `deltacast verify` said of each worker's dump: its exit code, 0 if all bits are equal.
@@ -69,7 +72,9 @@ class DemoResult:
     """
 
     rows: list[StepRow] = field(default_factory=list)
+    first_reward: float = 0.0
     final_reward: float = 0.0
+    num_judged: int = 0
     num_parameters: int = 0
     num_weights: int = 0
     dense_bytes: int = 0
@@ -108,14 +113,17 @@ def run_demo(options: DemoOptions, result: DemoResult) -> Iterator[str | StepRow
             result.num_weights = sum(meta.numel for meta in metas)
             result.dense_bytes = sum(meta.nbytes for meta in metas)
             yield f"workers seeded with the trainer's weights: {result.dense_bytes:,} bytes, verified by digest"
+            examined = learner.draw_prompts(_NUM_EXAMINED)
+            result.num_judged = _NUM_EXAMINED * setting.num_samples
+            result.first_reward = _mean_reward(fleet.sample(examined))
             for step in range(1, options.steps + 1):
                 started = time.perf_counter()
-                reward = learner.learn(fleet.sample(learner.draw_prompts()))
+                reward = learner.learn(fleet.sample(learner.draw_prompts(setting.num_prompts)))
                 report = trainer.send_weights(optimizer_step=step)
                 row = StepRow(step, reward, report, time.perf_counter() - started)
                 result.rows.append(row)
                 yield row
-            result.final_reward = _mean_reward(fleet.sample(learner.draw_prompts()))
+            result.final_reward = _mean_reward(fleet.sample(examined))
             _check_independently(fleet, source, Path(folder), result)
         finally:
             trainer.shutdown()

@@ -27,7 +27,6 @@ class Learner:
         task: what is asked.
         optimizer: over all of the masters.
         generator: of the prompts.
-        num_prompts: of one step, over all workers.
         description: one line for people.
     """
 
@@ -35,12 +34,11 @@ class Learner:
     task: Task
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
-    num_prompts: int
     description: str
 
-    def draw_prompts(self) -> torch.Tensor:
-        """Draw the prompts of a step: int64, one row each."""
-        return self.task.prompts(self.num_prompts, self.generator)
+    def draw_prompts(self, num_prompts: int) -> torch.Tensor:
+        """Draw prompts: int64, one row each."""
+        return self.task.prompts(num_prompts, self.generator)
 
     def learn(self, rollouts: Sequence[Rollout]) -> float:
         """Take one GRPO step; return the rollouts' mean reward, that of the weights that sampled them."""
@@ -94,7 +92,7 @@ class Setting:
                 "as it was shown; only up is rewarded"
             )
         generator = torch.Generator().manual_seed(self.seed + 1)  # not the warm start's prompts again
-        return Learner(model, task, make_optimizer(model), generator, self.num_prompts, what)
+        return Learner(model, task, make_optimizer(model), generator, what)
 
     def make_worker(self, number: int) -> tuple[LanguageModel, Task]:
         """Build a worker's bf16 policy, with random weights of its own where that is possible, and its task."""
