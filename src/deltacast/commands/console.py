@@ -15,7 +15,7 @@ import typer
 
 __all__ = ["human_bytes", "print_facts", "print_json", "print_table", "printable", "progress"]
 
-_WIDTH_OF_FILES: Final = 160
+_WIDTH_OF_FILES: Final = 180
 
 
 def printable(text: object) -> str:
