@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-_BAR: Final = 12
+_BAR: Final = 8
 
 
 def demo(
@@ -77,14 +77,14 @@ def _show(items: Any, result: DemoResult) -> None:
 
 
 def _table() -> Table:
-    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold underline", caption="times in ms")
+    table.caption_justify = "left"
     table.add_column("step", justify="right")
     table.add_column("reward", justify="left", min_width=5 + _BAR)
-    for column in ("changed", "dense", "sent", "smaller", "diff ms", "encode", "send", "apply", "verified"):
-        table.add_column(column, justify="right")
+    for column in ("changed", "dense", "sent", "smaller", "diff", "encode", "send", "apply", "verified"):
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -97,12 +97,17 @@ def _cells(row: StepRow) -> tuple[str, ...]:
         str(row.step),
         f"{row.reward:.2f} [cyan]{'█' * round(row.reward * _BAR)}[/cyan]",
         f"{report.density:.2%}",
-        human_bytes(report.dense_bytes),
-        human_bytes(report.sent_bytes),
+        _short(report.dense_bytes),
+        _short(report.sent_bytes),
         f"{report.times_smaller:.0f}x",
         *(f"{seconds * 1e3:.1f}" for seconds in stages),
         f"[{colour}]{report.num_verified} of {len(report.workers)}[/{colour}]",
     )
+
+
+def _short(num_bytes: int) -> str:
+    """Write a number of bytes in few characters, so that the table fits 80 columns."""
+    return f"{num_bytes / (1 << 20):.1f}M" if num_bytes >= 1 << 20 else f"{num_bytes / (1 << 10):.1f}K"
 
 
 def _summary(console: Any, result: DemoResult) -> None:
