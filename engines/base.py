@@ -49,7 +49,8 @@ class TrainerInitInfo:
         epoch: this writer's number in the lineage; workers refuse lower ones than they have seen.
         version: the version that the source's weights are at init.
         timeout_s: for each phase of a round.
-        decision_timeout_s: how long a worker that has voted waits before it rolls back and calls itself stale.
+        decision_timeout_s: how long a worker that has voted waits before it rolls back and calls itself stale; never
+            less than `timeout_s`, in which the others may still vote.
         join_timeout_s: how long to wait at init for workers that may still be loading a model.
         audit: how much a worker rescans in each round.
         values: the form of the values on the wire (docs/format.md).
@@ -91,7 +92,7 @@ class TrainerInitInfo:
             secret=self.secret,
             run_id=self.run_id,
             timeout_s=self.timeout_s,
-            decision_timeout_s=self.decision_timeout_s,
+            decision_timeout_s=max(self.decision_timeout_s, self.timeout_s),  # the others may vote until then
             audit=self.audit,
         )
 
@@ -108,7 +109,8 @@ class WorkerInitInfo:
         timeout_s: for each phase of a round.
         decision_timeout_s: how long to wait for a decision before rolling back.
         audit: how much to rescan in each round.
-        idle_timeout_s: how long to wait for the next round, or to be admitted.
+        idle_timeout_s: how long to wait for the next round, or to be admitted: a trainer lets workers in at the start
+            of a `send_weights` only.
 
     Raises:
         InputError: a bad secret, timeout or audit policy.
@@ -153,7 +155,9 @@ class Client(Protocol):
 
     Four methods, vLLM's, and no results: verdicts travel on the control connections, so that any way to make a call
     will do. Each call goes to all workers. `init_transfer_engine` and `update_weights` may return before the workers
-    are done with it, or block until they are; the trainer runs them on a thread of their own.
+    are done with it, or block until they are; the trainer runs them on a thread of their own. What it is given is
+    passed on unchanged: `update_info` tells a worker which call it answers. After every `start_weight_update`, failed
+    ones included, comes a `finish_weight_update`.
     """
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -196,7 +200,9 @@ class TrainerEngine(ABC):
 
         Raises:
             RoundAbortedError: the round ended in ABORT; everybody alive is at the base version. `report` tells.
-            TransportError: no worker is left, or the control or payload layer failed before a round began.
+            TransportError: no worker is left, or the client, the control or payload layer failed before a round
+                began. If only the client's `finish_weight_update` failed, the message says that the version stands.
+            StateError: after `shutdown`, or while another call runs. Nothing was sent.
             InputError: the source broke its contract or changed its parameters. Nothing was sent.
         """
 
@@ -224,6 +230,10 @@ class WorkerEngine(ABC):
     def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:
         """Answer the trainer until its present `send_weights` is over. Blocks.
 
+        Args:
+            update_info: what the client was given; without it, a call that follows one which did not reach this
+                worker ends at once.
+
         Returns:
             What this worker serves now, and whether the update was committed.
 
@@ -248,8 +258,9 @@ class WorkerEngine(ABC):
 class ServingStatus(Enum):
     """What a worker may serve.
 
-    EMPTY: nothing; its weights are unknown or half seeded. SERVING: one whole published version. STALE: likewise,
-    but the trainer is out of reach. LOST: nothing; a collective did not end, so its memory may still change.
+    EMPTY: nothing; its weights are unknown, damaged, half seeded, or written and not decided yet. SERVING: one whole
+    published version. STALE: likewise, but the trainer is out of reach. LOST: nothing; a collective did not end, so
+    its memory may still change.
     """
 
     EMPTY = "empty"

@@ -1,7 +1,8 @@
 """The payload's process group: NCCL between GPUs, Gloo between CPUs, built by us and never the user's default one.
 
 Rank 0 is the trainer. A group belongs to one *generation*: after any failure it is closed and a new one is formed
-under the next number, without restarting a process. TCPStore serves rendezvous only.
+under the next number, without restarting a process. TCPStore serves rendezvous only, on the chosen interface: it
+knows no secret, so whoever reaches that interface can disturb a rendezvous, though not what is decided.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch._C._distributed_c10d import (
 
 from deltacast.delta.errors import TransportError
 from deltacast.engines.control import Deadline
+from deltacast.engines.opening import listening_socket
 
 __all__ = ["PayloadGroup", "Rendezvous"]
 
 _PIECE_BYTES: Final = 64 << 20
+_LEAST_TIMEOUT_S: Final = 0.01  # Gloo reads 0 ms as: wait for ever
 _WATCHDOG_FACTOR: Final = 10  # our abort must come before torch's watchdog, which would end the process
 
 
@@ -44,78 +47,66 @@ class Rendezvous:
 
     def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
         try:
+            sock = listening_socket(host, 0)  # TCPStore's own would listen on every interface
+            self.host, self.port = host, int(sock.getsockname()[1])
             self.store = TCPStore(
-                host, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+                host,
+                self.port,
+                world_size,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=sock.detach(),  # the store closes it
             )
-        except (RuntimeError, ValueError) as err:
+        except (RuntimeError, ValueError, OSError) as err:
             raise TransportError(f"cannot open a rendezvous on {host}: {err}") from err
-        self.host, self.port = host, int(self.store.port)
 
 
 class PayloadGroup:
-    """One generation's group. Every method runs on the same thread; collective ones on every rank.
+    """One generation's group: make it, `meet` or `join`, then `broadcast`. Collective methods run on every rank.
 
     Args:
-        store: the generation's rendezvous.
         rank: 0 for the trainer.
         world_size: the trainer and its workers.
         generation: keeps the keys of generations apart.
         device: `cpu` for Gloo, `cuda:N` for NCCL.
         timeout_s: ours; a collective that takes longer has failed.
         interface: this host's address that Gloo binds to; NCCL has its own variables for that.
-
-    Raises:
-        TransportError: the members did not meet in time.
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        world_size: int,
-        generation: int,
-        device: torch.device,
-        timeout_s: float,
-        interface: str,
+        self, *, rank: int, world_size: int, generation: int, device: torch.device, timeout_s: float, interface: str
     ) -> None:
-        self.rank, self.world_size, self.device, self._interface = rank, world_size, device, interface
-        prefixed = PrefixStore(f"deltacast/{generation}", store)
-        try:
-            self._backend: Any = (  # a Backend or None; torch's stubs leave out its collectives
-                self._nccl(prefixed, timeout_s) if device.type == "cuda" else self._gloo(prefixed, timeout_s)
-            )
-            self._broadcast_piece(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)  # connects everybody
-        except RuntimeError as err:
-            raise TransportError(f"rank {rank} of {world_size} could not form generation {generation}: {err}") from err
+        self.rank, self.world_size, self.generation, self.device = rank, world_size, generation, device
+        self._timeout_s, self._interface = timeout_s, interface
+        self._backend: Any = None  # a Backend or None; torch's stubs leave out its collectives
+        self._aborted = False
 
-    @classmethod
-    def join(
-        cls,
-        host: str,
-        port: int,
-        *,
-        rank: int,
-        world_size: int,
-        generation: int,
-        device: torch.device,
-        timeout_s: float,
-        interface: str,
-    ) -> PayloadGroup:
-        """Meet the others at the trainer's rendezvous (a worker's side); errors as the constructor."""
+    def meet(self, store: Store) -> None:
+        """Meet the others. Collective; blocks inside torch, past every timeout if the store's host is frozen.
+
+        Raises:
+            TransportError: the members did not meet in time, or `abort` was called meanwhile.
+        """
         try:
-            store = TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+            prefixed, cuda = PrefixStore(f"deltacast/{self.generation}", store), self.device.type == "cuda"
+            self._backend = self._nccl(prefixed) if cuda else self._gloo(prefixed)
+            if self._aborted:
+                self.abort()
+            self._broadcast_piece(torch.zeros(1, dtype=torch.uint8, device=self.device), self._timeout_s)  # connects
+        except RuntimeError as err:
+            self.abort()
+            who = f"rank {self.rank} of {self.world_size}"
+            raise TransportError(f"{who} could not form generation {self.generation}: {err}") from err
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the others at the trainer's rendezvous (a worker's side); as `meet`."""
+        timeout = timedelta(seconds=self._timeout_s)
+        try:
+            store = TCPStore(host, port, self.world_size, is_master=False, timeout=timeout)
         except (RuntimeError, ValueError) as err:
             raise TransportError(f"cannot reach the rendezvous at {host}:{port}: {err}") from err
-        return cls(
-            store,
-            rank=rank,
-            world_size=world_size,
-            generation=generation,
-            device=device,
-            timeout_s=timeout_s,
-            interface=interface,
-        )
+        self.meet(store)
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> None:
         """Send rank 0's bytes into everybody's buffer, in a few large pieces. Collective; blocks.
@@ -154,6 +145,7 @@ class PayloadGroup:
         NCCL's communicator is aborted. Gloo has no abort that unblocks: closing our connections is what wakes
         the others, and our own wait ends with its deadline at the latest.
         """
+        self._aborted = True
         backend, self._backend = self._backend, None
         if backend is not None and self.device.type == "cuda":
             backend.abort()
@@ -163,7 +155,7 @@ class PayloadGroup:
     def _broadcast_piece(self, piece: torch.Tensor, timeout_s: float) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = timedelta(seconds=max(timeout_s, _LEAST_TIMEOUT_S))
         backend = self._backend
         if backend is None:
             raise TransportError("the payload group is closed")
@@ -171,17 +163,17 @@ class PayloadGroup:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _gloo(self, store: Store, timeout_s: float) -> Backend:
+    def _gloo(self, store: Store) -> Backend:
         gloo: Any = ProcessGroupGloo  # torch's stubs leave out its options
         options = gloo._Options()  # noqa: SLF001 - the only way to choose the interface
-        options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        options._timeout = timedelta(seconds=self._timeout_s)  # noqa: SLF001
         options._devices = [gloo.create_device(hostname=self._interface)]  # noqa: SLF001
         return ProcessGroupGloo(store, self.rank, self.world_size, options)
 
-    def _nccl(self, store: Store, timeout_s: float) -> Backend:
+    def _nccl(self, store: Store) -> Backend:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in CPU builds
 
         torch.cuda.set_device(self.device)
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
+        options._timeout = timedelta(seconds=self._timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
         return ProcessGroupNCCL(store, self.rank, self.world_size, options)

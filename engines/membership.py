@@ -8,8 +8,8 @@ forms a new payload group, and no process restarts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -17,8 +17,9 @@ import torch
 from deltacast.delta.errors import DeadlineError, DeltacastError, ProtocolError, TableError, TransportError
 from deltacast.delta.table import ParameterTable
 from deltacast.engines.base import TrainerInitInfo
-from deltacast.engines.control import Channel, Deadline, Listener, Task, wait_any
+from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
 from deltacast.engines.group import PayloadGroup, Rendezvous
+from deltacast.engines.opening import Listener
 from deltacast.engines.protocol import (
     Ack,
     Form,
@@ -46,16 +47,20 @@ class Member:
     Attributes:
         channel: its control connection.
         hello: what it said of itself.
-        action: how it will catch up: `leave` (nothing to do), `repair` or `seed`.
+        action: how it will catch up: `leave` (nothing to do), `repair` or `seed`; empty until it is welcomed.
         reason: why.
+        damaged: what a repair must send.
+        repaired: whether it was repaired in this call already.
         rank: in the present payload group; 1 and up.
         lost: why it is no longer heard; empty while it is.
     """
 
     channel: Channel
     hello: Hello
-    action: str
-    reason: str
+    action: str = ""
+    reason: str = ""
+    damaged: list[str] = field(default_factory=list)
+    repaired: bool = False
     rank: int = 0
     lost: str = ""
 
@@ -88,6 +93,7 @@ class Membership:
         self.generation = 0
         self.newest_reported = baseline.version
         self.evicted: list[str] = []
+        self._last_evicted = ""
         self.client_task: Task | None = None
 
     @property
@@ -103,6 +109,11 @@ class Membership:
         self.drop_group()
         self._listener.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._listener.closed
+
     # Admission.
 
     def admit_next(self, deadline: Deadline) -> None:
@@ -116,57 +127,78 @@ class Membership:
         channel = self._listener.accept(deadline, self.client_task)
         self.raise_client_error()
         if channel is not None:
-            self._admit(channel, deadline)
+            self._admit(channel)
 
     def admit_waiting(self) -> None:
         """Admit the workers that have connected meanwhile; one that cannot be served is told so and dropped."""
-        while self._listener.has_waiting():
-            channel = self._listener.accept_waiting()
-            if channel is not None:
-                try:
-                    self._admit(channel, Deadline(self._info.timeout_s))
-                except DeltacastError as err:
-                    _LOG.warning("deltacast turned a worker away: %s", err)
+        for channel in self._listener.accept_waiting():
+            try:
+                self._admit(channel)
+            except DeltacastError as err:
+                _LOG.warning("deltacast turned a worker away: %s", err)
 
-    def _admit(self, channel: Channel, deadline: Deadline) -> None:
+    def _admit(self, channel: Channel) -> None:
         try:
-            message, bulk = channel.receive(deadline)
-            hello = expect(message, Hello)
+            frame = channel.poll()
+            assert frame is not None  # the listener has seen it
+            hello = expect(frame[0], Hello)
             channel.peer = f"worker {hello.name}"
-            action, reason = self._judge(hello, bulk)
-            self._welcome(channel, action, reason, deadline)
-        except TableError as err:
-            self._welcome(channel, "refuse", str(err), deadline)
-            channel.close()
-            raise
+            self._check(channel, hello, frame[1])
         except BaseException:
             channel.close()
             raise
-        _LOG.info("deltacast admits worker %s: %s (%s)", hello.name, action, reason)
-        self.members.append(Member(channel, hello, action, reason))
+        self.members.append(Member(channel, hello, damaged=hello.damaged))
         self.drop_group()
-        if hello.run_id == self._info.run_id:
-            self.newest_reported = max(self.newest_reported, hello.version)
 
-    def _welcome(self, channel: Channel, action: str, reason: str, deadline: Deadline) -> None:
-        key = RoundKey(self._info.epoch, self.generation, 0)
-        channel.send(Welcome(self._info.run_id, key, action, self._baseline.version, reason), deadline)
-
-    def _judge(self, hello: Hello, table: bytes) -> tuple[str, str]:
-        """Say how a worker catches up, by what it holds and never by a guess."""
+    def _check(self, channel: Channel, hello: Hello, table: bytes) -> None:
         who = f"worker {hello.name}"
-        self._baseline.state.table.require_equal(ParameterTable.from_json(table), who=who)
-        same_run = hello.run_id == self._info.run_id
-        if same_run and hello.key.epoch > self._info.epoch:
-            raise TableError(
-                f"{who} has seen a newer writer of this run",
-                expected=f"epoch <= {self._info.epoch}",
-                found=hello.key.epoch,
-            )
-        if hello.damaged and same_run and hello.version == self._baseline.version:
+        try:
+            self._baseline.state.table.require_equal(ParameterTable.from_json(table), who=who)
+            if hello.run_id == self._info.run_id and hello.key.epoch > self._info.epoch:
+                expected = f"epoch <= {self._info.epoch}"
+                raise TableError(f"{who} has seen a newer writer of this run", expected=expected, found=hello.key.epoch)  # noqa: TRY301 - told as well
+        except TableError as err:
+            self._welcome(Member(channel, hello, "refuse", str(err)))
+            raise
+
+    def welcome(self) -> None:
+        """Tell the members that are new how they will catch up.
+
+        The first ones may know newer versions of this run than this trainer, which was restarted. Then its baseline
+        goes by the newest version's number if it has that version's bits, else by the next: no number means two
+        things.
+        """
+        new = [member for member in self.members if not member.action and not member.lost]
+        if new and all(not member.action for member in self.members):
+            self._number_baseline([member.hello for member in new])
+        for member in new:
+            if member.hello.run_id == self._info.run_id:
+                self.newest_reported = max(self.newest_reported, member.hello.version)
+            member.action, member.reason = self._judge(member.hello)
+            self._welcome(member)
+            _LOG.info("deltacast admits worker %s: %s (%s)", member.name, member.action, member.reason)
+
+    def _number_baseline(self, hellos: Sequence[Hello]) -> None:
+        state, digest = self._baseline.state, self._baseline.digest
+        known = [h for h in hellos if h.run_id == self._info.run_id and h.version >= self._baseline.version]
+        if known:
+            newest = max(hello.version for hello in known)
+            state.version = newest if all(hello.digest == digest for hello in known) else newest + 1
+            state.mark_audited()
+
+    def _welcome(self, member: Member) -> None:
+        key = RoundKey(self._info.epoch, self.generation, 0)
+        welcome = Welcome(self._info.run_id, key, member.action, self._baseline.version, member.reason)
+        self.tell([member], welcome, Deadline(self._info.timeout_s))
+
+    def _judge(self, hello: Hello) -> tuple[str, str]:
+        """Say how a worker catches up, by what it holds and never by a guess."""
+        version, digest, table = self._baseline.version, self._baseline.digest, self._baseline.state.table
+        agreed = hello.run_id == self._info.run_id and (hello.version, hello.digest) == (version, digest)
+        if hello.damaged and agreed and all(name in table for name in hello.damaged):
             return "repair", f"damaged: {', '.join(hello.damaged[:3])}"
-        if hello.digest != self._baseline.digest or hello.damaged:
-            return "seed", f"it holds {hello.digest}, the trainer {self._baseline.digest}"
+        if hello.digest != digest or hello.damaged:
+            return "seed", f"it holds {hello.digest}, the trainer {digest}"
         return "leave", "it holds the trainer's bits"
 
     # Generations.
@@ -182,7 +214,10 @@ class Membership:
         self.evict()
         while self.group is None:
             if not self.members:
-                raise TransportError("no worker is left", hint="Start one with this trainer's worker_init_info.")
+                raise TransportError(
+                    f"no worker is left{self._last_evicted and f'; the last was {self._last_evicted}'}",
+                    hint="Start one with this trainer's worker_init_info.",
+                )
             self.generation += 1
             for rank, member in enumerate(self.members, start=1):
                 member.rank = rank
@@ -190,36 +225,49 @@ class Membership:
             self.evict()
 
     def _try_form(self) -> None:
-        deadline = Deadline(self._info.timeout_s)
-        host, world_size = self.members[0].channel.local_host, len(self.members) + 1
+        deadline, host = Deadline(self._info.timeout_s), self.members[0].channel.local_host
         key = RoundKey(self._info.epoch, self.generation, 0)
+        world_size = len(self.members) + 1
         rendezvous = Rendezvous(host, world_size, self._info.timeout_s)
-        task = Task("form", lambda: self._meet(rendezvous, world_size, host))
         for member in self.members:
             form = Form(self._info.run_id, key, host, rendezvous.port, member.rank, world_size)
             self.tell([member], form, deadline)
-        formed, errors = self.collect(Formed, key, deadline)
-        errors |= {rank: answer.error for rank, answer in formed.items() if answer.error}
-        for member in self.members:
-            if member.rank in errors:
-                member.lost = member.lost or errors[member.rank]
-        if not task.join(self._info.timeout_s):
-            raise DeadlineError("forming the payload group did not end", hint="Restart this trainer.")
-        if task.error is not None or errors:
-            _LOG.warning("deltacast could not form generation %d: %s %s", self.generation, task.error, errors)
-            self.drop_group()
-
-    def _meet(self, rendezvous: Rendezvous, world_size: int, interface: str) -> None:
-        self._rendezvous = rendezvous  # keeps the store open for this generation
-        self.group = PayloadGroup(
-            rendezvous.store,
+        if self._blame(*self.collect(Ready, key, deadline)):  # first, so that who is frozen makes nobody else wait
+            return
+        group = PayloadGroup(
             rank=0,
             world_size=world_size,
             generation=self.generation,
             device=torch.device(self._info.device),
             timeout_s=self._info.timeout_s,
-            interface=interface,
+            interface=host,
         )
+        if self._meet(group, rendezvous, key):
+            self._rendezvous, self.group = rendezvous, group  # the store stays open for this generation
+
+    def _meet(self, group: PayloadGroup, rendezvous: Rendezvous, key: RoundKey) -> bool:
+        task = Task("form", lambda: group.meet(rendezvous.store))
+        failed = True
+        try:
+            failed = self._blame(*self.collect(Formed, key, Deadline(self._info.timeout_s)))
+        finally:  # workers that are still in the middle of it hear of the next step, and leave as well
+            if failed:
+                group.abort()
+            ended = task.join(0.0 if failed else self._info.timeout_s)
+        if not failed and (not ended or task.error is not None):
+            group.abort()
+            raise TransportError(f"cannot form generation {self.generation}: {task.error or 'it did not end'}")
+        return not failed
+
+    def _blame(self, answers: Mapping[int, Ready | Formed], errors: dict[int, str]) -> bool:
+        """Let the members go that failed at forming a group, and say whether any did; raises the client's error."""
+        errors = errors | {rank: answer.error for rank, answer in answers.items() if answer.error}
+        for member in self.members:
+            member.lost = member.lost or errors.get(member.rank, "")
+        self.raise_client_error()
+        if errors:
+            _LOG.warning("deltacast could not form generation %d: %s", self.generation, errors)
+        return bool(errors)
 
     def drop_group(self) -> None:
         """Abort the payload group; the next round forms a new one."""
@@ -234,10 +282,16 @@ class Membership:
         for member in lost:
             _LOG.warning("deltacast evicts worker %s: %s", member.name, member.lost)
             self.evicted.append(member.name)
+            self._last_evicted = f"{member.name}: {member.lost}"
             member.channel.close()
         if lost:
             self.members = [member for member in self.members if not member.lost]
             self.drop_group()
+
+    def lose_all(self, why: str) -> None:
+        """Let every member go: each has to come again, and says then what it holds."""
+        for member in self.members:
+            member.lost = member.lost or why
 
     def notice_closed(self) -> None:
         """Mark the members whose connection was closed while nobody listened."""
@@ -248,13 +302,10 @@ class Membership:
     # Talking.
 
     def tell(self, members: Iterable[Member], message: Message, deadline: Deadline, bulk: bytes = b"") -> None:
-        """Send a message to members; one that cannot be told is lost."""
-        for member in members:
-            if not member.lost:
-                try:
-                    member.channel.send(message, deadline, bulk)
-                except TransportError as err:
-                    member.lost = str(err)
+        """Send a message to members; one that cannot be told is lost, and delays nobody else."""
+        heard = {member.channel: member for member in members if not member.lost}
+        for channel, err in send_all(tuple(heard), message, deadline, bulk).items():
+            heard[channel].lost = str(err)
 
     def collect(
         self, cls: type[Answer], key: RoundKey, deadline: Deadline, have: dict[int, Answer] | None = None
@@ -272,9 +323,13 @@ class Membership:
         Returns:
             Answers and errors by rank. Rank 0 in errors is the client's own failure.
         """
-        answers = dict(have or {})
+        answers: dict[int, Answer] = dict(have or {})
         errors = {member.rank: member.lost for member in self.members if member.lost}
-        while cls is Ack or not errors:
+        hear_all = cls.kind == Ack.kind
+        while hear_all or not errors:
+            if not hear_all and (error := self._client_error()):
+                errors[0] = error
+                break
             waiting = [member for member in self.members if not member.lost and member.rank not in answers]
             if not waiting:
                 break
@@ -284,11 +339,9 @@ class Membership:
                 for member in waiting:
                     member.lost = errors[member.rank] = str(err)
                 break
-            if isinstance(ready, Task):
-                if ready.error is not None:
-                    errors[0] = f"the client failed: {ready.error}"
-            else:
-                self.hear(next(member for member in waiting if member.channel is ready), cls, key, answers, errors)
+            speaker = self.heard(waiting, ready)
+            if speaker is not None:
+                self.hear(speaker, cls, key, answers, errors)
         return answers, errors
 
     def hear(
@@ -300,6 +353,8 @@ class Membership:
             if frame is None:
                 return
             message = frame[0]
+            if message.run_id != self._info.run_id:
+                raise ProtocolError("a message of another run", expected=self._info.run_id, found=message.run_id)
             overtaken = cls is Ack and isinstance(message, (Ready, Verdict)) and message.key == key
             if message.key < key or overtaken:
                 return
@@ -311,7 +366,7 @@ class Membership:
             member.lost = errors[member.rank] = str(err)
 
     def heard(self, members: Sequence[Member], ready: Channel | Task) -> Member | None:
-        """Return the member whose channel `wait_any` returned."""
+        """Return the member whose channel `wait_any` returned; None for a task."""
         return next((member for member in members if member.channel is ready), None)
 
     def raise_client_error(self) -> None:
@@ -320,9 +375,12 @@ class Membership:
         Raises:
             TransportError: from the client's own error.
         """
+        if (error := self._client_error()) and self.client_task is not None:
+            raise TransportError(error) from self.client_task.error
+
+    def _client_error(self) -> str:
         task = self.client_task
-        if task is not None and task.done and task.error is not None:
-            raise TransportError(f"the client failed: {task.error}") from task.error
+        return f"the client failed: {task.error}" if task is not None and task.error is not None else ""
 
     def _running_client(self) -> Task | None:
         return self.client_task if self.client_task is not None and not self.client_task.done else None

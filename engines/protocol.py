@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION: Final = 1
+_MAX_INT: Final = 1 << 62  # so that the next version still fits where it is kept
 
 
 class TrainerState(Enum):
@@ -196,7 +197,11 @@ class Propose(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Message):
-    """Worker: base, table, buffers and undo budget are in order, or `error` says what is not."""
+    """Worker: to Form: I am about to join. To Propose: base, table, buffer and undo budget are in order.
+
+    Attributes:
+        error: what is not.
+    """
 
     kind: ClassVar[str] = "ready"
     error: str = ""
@@ -225,21 +230,32 @@ class Decision(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Worker: I acted on the decision, and this is what I hold now."""
+    """Worker: I acted on the decision, and this is what I hold now, audited if it was ABORT.
+
+    Attributes:
+        damaged: parameters whose bits are not what they should be.
+    """
 
     kind: ClassVar[str] = "ack"
     version: int
     digest: str
     audited_through: int
     error: str = ""
+    damaged: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Finish(Message):
-    """Trainer: this call of `send_weights` is over; `error` is empty if it published `version`."""
+    """Trainer: this call of `send_weights` is over; `error` is empty if it published `version`.
+
+    Attributes:
+        call: its number, from 1 (0: the one at init): a worker that was not reached in an earlier call finds that
+            call's Finish, and must not take it for its own.
+    """
 
     kind: ClassVar[str] = "finish"
     version: int
+    call: int
     error: str = ""
 
 
@@ -300,7 +316,7 @@ def expect(message: Message, cls: type[AnyMessage]) -> AnyMessage:
 
 
 def _round_key(value: object) -> RoundKey:
-    if not isinstance(value, dict) or not all(type(value.get(k)) is int for k in ("epoch", "generation", "round")):
+    if not isinstance(value, dict) or not all(_is_count(value.get(k)) for k in ("epoch", "generation", "round")):
         raise ProtocolError("a message without its round", found=repr(value))
     return RoundKey(value["epoch"], value["generation"], value["round"])
 
@@ -311,9 +327,13 @@ def _checked(cls: type[Message], name: str, annotation: str, value: object) -> o
         good = type(value) is list and all(type(item) is wanted[1] for item in value)
     else:
         good = type(value) is wanted or (wanted is float and type(value) is int)
-    if not good:
+    if not good or (wanted is int and not (value == -1 or _is_count(value))):
         raise ProtocolError(f"bad field {name!r} of {cls.kind}", expected=annotation, found=repr(value)[:80])
     return value
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT
 
 
 class DecisionLog:

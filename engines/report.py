@@ -73,7 +73,8 @@ class RoundReport:
         repaired: `(rank, parameter)` sent whole before this round, after a worker found damage.
         evicted: names of workers that were dropped.
         seeded: names of workers that were seeded or repaired at a handshake before this round, with the reason.
-        error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`.
+        error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`. With
+            `committed`, it is the client's call that failed after all workers had acknowledged.
     """
 
     run_id: str

@@ -9,22 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, Self
 
 import numpy as np
 import torch
 
-from deltacast.delta.apply import Transaction
 from deltacast.delta.codec import EncodedRound, encode_round
-from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError
+from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError, TransportError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
 from deltacast.engines.control import Deadline, Task, wait_any
 from deltacast.engines.membership import Member, Membership
+from deltacast.engines.outcome import Outcome, aborted, report_of
 from deltacast.engines.protocol import (
     TRAINER_STEPS,
     Ack,
@@ -38,30 +38,12 @@ from deltacast.engines.protocol import (
     TrainerState,
     Verdict,
 )
-from deltacast.engines.report import RoundReport, StageTimes, WorkerVerdict
+from deltacast.engines.report import RoundReport
 from deltacast.store.baseline import Baseline
 
 __all__ = ["RoundTrainer"]
 
 _LOG: Final = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """How one round went. `errors` by rank; rank 0 is the trainer's own side."""
-
-    key: RoundKey
-    committed: bool = False
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    acks: dict[int, Ack] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    ready_s: float = 0.0
-    send_s: float = 0.0
-    commit_s: float = 0.0
-
-    @property
-    def damaged(self) -> list[tuple[int, str]]:
-        return [(rank, name) for rank, verdict in sorted(self.verdicts.items()) for name in verdict.damaged]
 
 
 class RoundTrainer(TrainerEngine):
@@ -90,7 +72,8 @@ class RoundTrainer(TrainerEngine):
         self._round_number = 0
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
         self._busy = threading.Lock()
-        self._seeded: list[str] = []
+        self._num_calls = 0
+        self._client_error = ""
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
@@ -118,6 +101,8 @@ class RoundTrainer(TrainerEngine):
         if not self._busy.acquire(blocking=False):
             raise StateError("send_weights is already running", hint="Call it from one thread.")
         try:
+            if self._workers.closed:
+                raise StateError("this trainer is shut down")
             return self._send_weights(optimizer_step)
         finally:
             self._busy.release()
@@ -128,79 +113,144 @@ class RoundTrainer(TrainerEngine):
 
     def _admit_first(self) -> None:
         info = self.worker_init_info
-        with self._session(Task("client", lambda: self._client.init_transfer_engine(info))):
+        with self._session(lambda: self._client.init_transfer_engine(info)):
             deadline = Deadline(self._info.join_timeout_s)
-            while len(self._workers.members) < self._info.num_workers:
-                self._workers.admit_next(deadline)
-            self._catch_up()
+            while len(self._workers.members) < self._info.num_workers:  # also those that went meanwhile
+                while len(self._workers.members) < self._info.num_workers:
+                    self._workers.admit_next(deadline)
+                self._catch_up()
+        if self._client_error:
+            raise TransportError(self._client_error)
 
     def _send_weights(self, optimizer_step: int | None) -> RoundReport:
         started = time.perf_counter()
-        self._seeded, self._workers.evicted = [], []
-        self._client.start_weight_update()
-        with self._session(Task("client", lambda: self._client.update_weights({"run_id": self._info.run_id}))):
-            self._workers.notice_closed()
-            self._workers.admit_waiting()
-            self._catch_up()
-            report = self._publish(optimizer_step)
-            report = replace(report, times=replace(report.times, total_s=time.perf_counter() - started))
-            _LOG.info("%s", report.line())
-            if not report.committed:
-                raise _aborted(report)
-        self._client.finish_weight_update()
+        self._num_calls += 1
+        try:
+            self._client_call("start the update", self._client.start_weight_update)
+            report = self._update_workers(optimizer_step)
+        except BaseException:  # nobody stays paused over a call that failed
+            try:
+                self._client.finish_weight_update()
+            except Exception as err:  # noqa: BLE001 - the user's code; the first error is the one to report
+                _LOG.warning("deltacast: the client could not finish the update either: %s", err)
+            raise
+        report = replace(report, times=replace(report.times, total_s=time.perf_counter() - started))
+        _LOG.info("%s", report.line())
+        self._client_call("finish the update, though it is committed", self._client.finish_weight_update, report)
         return report
 
+    def _update_workers(self, optimizer_step: int | None) -> RoundReport:
+        update_info = {"run_id": self._info.run_id, "call": self._num_calls}
+        self._workers.evicted = []
+        with self._session(lambda: self._client.update_weights(update_info)):
+            for member in self._workers.members:
+                member.repaired = False
+            self._workers.notice_closed()
+            self._workers.admit_waiting()
+            report = self._publish(optimizer_step, self._catch_up())
+            if not report.committed:
+                _LOG.info("%s", report.line())
+                raise aborted(report)
+        return replace(report, error=self._client_error)
+
+    def _client_call(self, what: str, call: Callable[[], None], report: RoundReport | None = None) -> None:
+        try:
+            call()
+        except Exception as err:
+            version = None if report is None else report.target_version
+            raise TransportError(f"the client could not {what}: {err}", version=version) from err
+
     @contextmanager
-    def _session(self, client_task: Task) -> Iterator[None]:
-        """One call of ours: the workers answer it until they are told that it is over."""
-        error = ""
-        self._workers.client_task = client_task
+    def _session(self, client_call: Callable[[], None]) -> Iterator[None]:
+        """One call of ours: the workers answer it until they are told that it is over.
+
+        What goes wrong with the client's call after its purpose was served is left in `_client_error`.
+        """
+        error, self._client_error = "", ""
+        task = self._workers.client_task = Task("client", client_call)
         try:
             yield
         except BaseException as err:
             error = str(err) or type(err).__name__
             raise
         finally:
-            finish = Finish(self._info.run_id, self._key(), self.baseline.version, error)
+            finish = Finish(self._info.run_id, self._key(), self.baseline.version, self._num_calls, error)
             self._workers.tell(self._workers.members, finish, Deadline(self._info.timeout_s))
             self._workers.evict()
-            returned = client_task.join(self._info.timeout_s)
-        if not returned:
-            raise DeadlineError("the client's call did not return", hint="Is a worker stuck outside deltacast?")
-        self._workers.raise_client_error()
+            if not task.join(self._info.timeout_s):
+                self._client_error = "the client's call did not return: is a worker stuck outside deltacast?"
+            elif task.error is not None:
+                self._client_error = f"the client failed: {task.error}"
+            if self._client_error:
+                _LOG.warning("deltacast: %s", self._client_error)
 
-    def _catch_up(self) -> None:
-        """Give every new worker the baseline's bits: all of them, or the parameters that were damaged.
+    def _catch_up(self) -> list[str]:
+        """Give every member that needs it the baseline's bits: all of them, or the parameters that were damaged.
 
         A worker that fails at this is dropped, and the rest start over: a bad joiner stops nobody.
+
+        Returns:
+            Who was caught up, how and why.
 
         Raises:
             TransportError: no worker is left.
         """
+        done: list[str] = []
+        self._workers.welcome()
         while True:
             self._workers.ensure_group()
             behind = [member for member in self._workers.members if member.action != "leave"]
             if not behind:
-                return
+                return done
             action = behind[0].action
             receivers = [member for member in behind if member.action == action]
-            names = {name for member in receivers for name in member.hello.damaged} if action == "repair" else None
+            names = {name for member in receivers for name in member.damaged} if action == "repair" else None
             if self._send_baseline(names, receivers):
+                done += [f"{member.name}: {action} ({member.reason})" for member in receivers]
                 for member in receivers:
-                    self._seeded.append(f"{member.name}: {member.action} ({member.reason})")
-                    member.action = "leave"
+                    member.action, member.repaired, member.damaged = "leave", True, []
 
     def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> bool:
-        """Send the baseline, or some parameters of it; False if members were lost over it."""
+        """Send the baseline, or some parameters of it; if that fails, those at fault are lost, or found damaged."""
         update = self.baseline.seed(names)
         outcome = self._round(update, self._encode(update), receivers, advance=False)
-        if not outcome.committed and not any(outcome.errors):
+        if not outcome.committed and 0 in outcome.errors:
             raise RoundAbortedError(f"catching up failed: {outcome.errors[0]}", version=self.baseline.version)
+        damaged = self._note_damage(outcome)
         for member in self._workers.members:
-            member.lost = member.lost or outcome.errors.get(member.rank, "")
+            if member.rank not in damaged:
+                member.lost = member.lost or outcome.errors.get(member.rank, "")
         return outcome.committed
 
-    def _publish(self, optimizer_step: int | None) -> RoundReport:
+    def _note_damage(self, outcome: Outcome) -> dict[int, list[str]]:
+        """Plan the repair of what workers found damaged, or let go of those that no repair helps.
+
+        Returns:
+            Names by rank.
+        """
+        damaged: dict[int, list[str]] = {}
+        for member in self._workers.members:
+            verdict, ack = outcome.verdicts.get(member.rank), outcome.acks.get(member.rank)
+            names = set(verdict.damaged if verdict else [])
+            if member.action == "leave" and ack:  # else what the audit after a rollback finds is known already
+                names |= set(ack.damaged)
+            if names:
+                damaged[member.rank] = sorted(names)
+                member.lost = member.lost or self._beyond_repair(member, names)
+                member.action, member.damaged = "repair", sorted(names | set(member.damaged))
+                member.reason = f"damaged: {', '.join(member.damaged[:3])}"
+        return damaged
+
+    def _beyond_repair(self, member: Member, names: set[str]) -> str:
+        """Say why damage cannot be repaired; an empty string if it can."""
+        unknown = sorted(name for name in names if name not in self.baseline.state.table)
+        if unknown:
+            return f"says that a parameter is damaged that there is not: {unknown[0]!r}"
+        if member.repaired or member.action == "seed" or names <= set(member.damaged):
+            return f"damaged again after it was sent whole: {', '.join(sorted(names)[:3])}"
+        return ""
+
+    def _publish(self, optimizer_step: int | None, seeded: Sequence[str]) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
         started = time.perf_counter()
         target_version = max(self.baseline.version, self._workers.newest_reported) + 1
@@ -208,26 +258,35 @@ class RoundTrainer(TrainerEngine):
         diff_s = time.perf_counter() - started
         encoded = self._encode(update)
         encode_s = time.perf_counter() - started - diff_s
+        self._workers.raise_client_error()  # before workers that it did not reach are asked for anything
         outcome = self._round(update, encoded, self._workers.members, advance=True)
         repaired: list[tuple[int, str]] = []
-        if not outcome.committed and outcome.damaged and not any(member.lost for member in self._workers.members):
-            repaired = outcome.damaged
+        damaged = self._note_damage(outcome)
+        if damaged and not outcome.committed and not any(member.lost for member in self._workers.members):
+            repaired = [(rank, name) for rank, names in damaged.items() for name in names]
             _LOG.warning("deltacast repairs %s", repaired)
-            self._workers.ensure_group()
-            if self._send_baseline({name for _, name in repaired}, self._workers.members):
-                outcome = self._round(update, encoded, self._workers.members, advance=True)
-        return self._report(update, encoded, outcome, StageTimes(diff_s, encode_s), repaired)
+            self._catch_up()
+            outcome = self._round(update, encoded, self._workers.members, advance=True)
+            self._note_damage(outcome)
+        report = report_of(update, encoded.num_bytes, self.baseline.state.table, outcome, self._workers.members)
+        return replace(
+            report,
+            times=replace(report.times, diff_s=diff_s, encode_s=encode_s),
+            repaired=tuple(repaired),
+            seeded=tuple(seeded),
+            evicted=(*self._workers.evicted, *report.evicted),
+        )
 
     def _encode(self, update: WeightUpdate) -> EncodedRound:
         return encode_round(update, self.baseline.state.table, values=self._info.values, threads=self._info.threads)
 
     def _round(
         self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], *, advance: bool
-    ) -> _Outcome:
+    ) -> Outcome:
         """Run one round to its end: every live worker has acted on the decision, or is lost."""
         self._round_number += 1
-        outcome = _Outcome(self._key())
-        staged = self.baseline.stage(update) if advance else None
+        outcome = Outcome(self._key())
+        self._machine.step("propose")
         try:
             self._propose(update, encoded, receivers, outcome)
             if not outcome.errors:
@@ -235,16 +294,27 @@ class RoundTrainer(TrainerEngine):
                 self._send_payload(encoded, outcome)
             if not outcome.errors:
                 self._machine.step("sent")
+                if advance:
+                    outcome.staged = self.baseline.stage(update)  # while the workers do the same
                 self._hear_verdicts(update, outcome)
         except BaseException as err:
             outcome.errors[0] = f"{type(err).__name__}: {err}"
             raise
         finally:  # whatever happened, there is a decision and everybody is told
-            self._settle(staged, outcome)
+            self._end(update, outcome)
         return outcome
 
+    def _end(self, update: WeightUpdate, outcome: Outcome) -> None:
+        """Settle the round; if that fails, nobody can say who heard what, so that every member must come again."""
+        try:
+            self._settle(update, outcome)
+        except BaseException as err:
+            self._workers.lose_all(f"the trainer failed at its decision: {type(err).__name__}: {err}")
+            self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
+            raise
+
     def _propose(
-        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], outcome: _Outcome
+        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], outcome: Outcome
     ) -> None:
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         propose = Propose(
@@ -256,18 +326,22 @@ class RoundTrainer(TrainerEngine):
             payload_bytes=sum(len(group) for group in encoded.groups),
             receivers=[member.rank for member in receivers],
         )
-        self._machine.step("propose")
         self._workers.tell(self._workers.members, propose, deadline, encoded.rows)
         ready, errors = self._workers.collect(Ready, outcome.key, deadline)
         outcome.errors |= errors | {rank: answer.error for rank, answer in ready.items() if answer.error}
         outcome.ready_s = time.perf_counter() - started
 
-    def _send_payload(self, encoded: EncodedRound, outcome: _Outcome) -> None:
+    def _send_payload(self, encoded: EncodedRound, outcome: Outcome) -> None:
         """Broadcast; a worker that is lost meanwhile ends it."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         buffer, group = _joined(encoded.groups), self._workers.group
         assert group is not None
-        task = Task("payload", lambda: group.broadcast(buffer, deadline))
+
+        def send() -> None:
+            group.broadcast(buffer, deadline)
+            outcome.commit_by = Deadline(self._info.timeout_s)  # from here: no worker can have voted earlier
+
+        task = Task("payload", send)
         try:
             self._watch_payload(task, outcome)
         finally:
@@ -280,7 +354,7 @@ class RoundTrainer(TrainerEngine):
             outcome.errors |= self._blame(task.error)
         outcome.send_s = time.perf_counter() - started
 
-    def _watch_payload(self, task: Task, outcome: _Outcome) -> None:
+    def _watch_payload(self, task: Task, outcome: Outcome) -> None:
         deadline = Deadline(self._info.timeout_s * 2)  # the broadcast's own comes first
         while not task.done and not outcome.errors:
             waiting = [m for m in self._workers.members if not m.lost and m.rank not in outcome.verdicts]
@@ -295,9 +369,9 @@ class RoundTrainer(TrainerEngine):
         lost = {member.rank: member.lost for member in self._workers.members if member.lost}
         return lost or {0: str(error)}
 
-    def _hear_verdicts(self, update: WeightUpdate, outcome: _Outcome) -> None:
-        deadline = Deadline(self._info.timeout_s)
-        outcome.verdicts, errors = self._workers.collect(Verdict, outcome.key, deadline, outcome.verdicts)
+    def _hear_verdicts(self, update: WeightUpdate, outcome: Outcome) -> None:
+        assert outcome.commit_by is not None
+        outcome.verdicts, errors = self._workers.collect(Verdict, outcome.key, outcome.commit_by, outcome.verdicts)
         outcome.errors |= errors
         for rank, verdict in outcome.verdicts.items():
             if verdict.error:
@@ -305,67 +379,34 @@ class RoundTrainer(TrainerEngine):
             elif verdict.digest != update.target_digest:
                 outcome.errors[rank] = f"digest {verdict.digest}, expected {update.target_digest}"
 
-    def _settle(self, staged: Transaction | None, outcome: _Outcome) -> None:
+    def _settle(self, update: WeightUpdate, outcome: Outcome) -> None:
         """Write the record, act on it, and hear that everybody else did."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         members = self._workers.members
+        if outcome.commit_by is not None and outcome.commit_by.expired and not outcome.errors:
+            outcome.errors[0] = "the trainer was stopped for too long: workers may have given up"
         unanimous = not outcome.errors and len(outcome.verdicts) == len(members)
         outcome.committed = self.decisions.decide(outcome.key, commit=unanimous)
         self._machine.step("decide")
+        if outcome.committed:
+            self._workers.newest_reported = max(self._workers.newest_reported, update.target_version)
         if len(outcome.verdicts) < len(members):
             self._workers.drop_group()  # wakes workers that still wait for payload
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
-        if outcome.committed and staged is not None:
-            self.baseline.advance(staged)
+        if outcome.committed and outcome.staged is not None:
+            self.baseline.advance(outcome.staged)
         outcome.acks, errors = self._workers.collect(Ack, outcome.key, deadline)
         for member in members:
             ack = outcome.acks.get(member.rank)
-            if not member.lost and (ack is None or (outcome.committed and ack.digest != self.baseline.digest)):
-                member.lost = errors.get(member.rank) or f"acknowledged {ack.digest if ack else 'nothing'}"
+            bound = outcome.committed or member.action == "leave"  # to hold the baseline
+            if ack is None or (bound and (ack.version, ack.digest) != (self.baseline.version, self.baseline.digest)):
+                found = f"version {ack.version} with {ack.digest}" if ack else "nothing"
+                member.lost = member.lost or errors.get(member.rank) or f"acknowledged {found}"
         self._machine.step("settled")
         outcome.commit_s = time.perf_counter() - started
 
     def _key(self) -> RoundKey:
         return RoundKey(self._info.epoch, self._workers.generation, self._round_number)
-
-    def _report(
-        self,
-        update: WeightUpdate,
-        encoded: EncodedRound,
-        outcome: _Outcome,
-        times: StageTimes,
-        repaired: Sequence[tuple[int, str]],
-    ) -> RoundReport:
-        table, members = self.baseline.state.table, self._workers.members
-        verdicts = outcome.verdicts.values()
-        times = replace(
-            times,
-            ready_s=outcome.ready_s,
-            send_s=outcome.send_s,
-            apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
-            audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
-            commit_s=outcome.commit_s,
-        )
-        return RoundReport(
-            run_id=self._info.run_id,
-            epoch=outcome.key.epoch,
-            generation=outcome.key.generation,
-            round=outcome.key.round,
-            base_version=update.base_version or 0,
-            target_version=update.target_version,
-            committed=outcome.committed,
-            num_changed=update.num_changed,
-            num_words=sum(meta.num_words for meta in table),
-            num_parameters=len(update.patches),
-            dense_bytes=table.nbytes,
-            sent_bytes=encoded.num_bytes,
-            times=times,
-            workers=tuple(_verdict_of(member, outcome, update.target_digest) for member in members),
-            repaired=tuple(repaired),
-            evicted=(*self._workers.evicted, *(member.name for member in members if member.lost)),
-            seeded=tuple(self._seeded),
-            error=outcome.errors.get(0, ""),
-        )
 
 
 def _joined(groups: Sequence[bytes]) -> torch.Tensor:
@@ -375,34 +416,3 @@ def _joined(groups: Sequence[bytes]) -> torch.Tensor:
         buffer[place : place + len(group)] = np.frombuffer(group, np.uint8)
         place += len(group)
     return torch.from_numpy(buffer)
-
-
-def _verdict_of(member: Member, outcome: _Outcome, target_digest: str) -> WorkerVerdict:
-    verdict, ack = outcome.verdicts.get(member.rank), outcome.acks.get(member.rank)
-    digest = ack.digest if ack else verdict.digest if verdict else ""
-    return WorkerVerdict(
-        rank=member.rank,
-        name=member.name,
-        verified=outcome.committed and ack is not None and not member.lost and digest == target_digest,
-        digest=digest,
-        audited_through=ack.audited_through if ack else -1,
-        error=outcome.errors.get(member.rank, "") or member.lost or (ack.error if ack else ""),
-        damaged=tuple(verdict.damaged) if verdict else (),
-    )
-
-
-def _reasons(errors: dict[int, str], names: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank} ({names.get(rank, 'trainer')}): {why}" for rank, why in sorted(errors.items()))
-
-
-def _aborted(report: RoundReport) -> RoundAbortedError:
-    errors = {worker.rank: worker.error for worker in report.workers if worker.error}
-    names = {worker.rank: worker.name for worker in report.workers}
-    reasons = _reasons(errors, names) or report.error or "see the log"
-    error = RoundAbortedError(
-        f"the round was aborted and everybody alive is at version {report.base_version}: {reasons}",
-        version=report.target_version,
-        rank=next(iter(errors), None),
-    )
-    error.report = report
-    return error

@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from deltacast.delta.apply import Transaction
+from deltacast.delta.apply import Transaction, TransactionState
 from deltacast.delta.codec import RoundRows, decode_round, read_rows
 from deltacast.delta.errors import (
     BaseError,
     CorruptionError,
     DeadlineError,
-    DeltacastError,
     InputError,
     ProtocolError,
     StateError,
@@ -31,8 +32,9 @@ from deltacast.delta.errors import (
 from deltacast.delta.sources import WeightSource, checked
 from deltacast.delta.state import Damage, WeightState
 from deltacast.engines.base import ServingStatus, WorkerEngine, WorkerInitInfo, WorkerStatus
-from deltacast.engines.control import Channel, Deadline, Task, connect, wait_any
+from deltacast.engines.control import Channel, Deadline, Task, wait_any
 from deltacast.engines.group import PayloadGroup
+from deltacast.engines.opening import connect
 from deltacast.engines.protocol import (
     WORKER_STEPS,
     Ack,
@@ -42,6 +44,7 @@ from deltacast.engines.protocol import (
     Formed,
     Hello,
     Machine,
+    Message,
     Propose,
     Ready,
     RoundKey,
@@ -55,7 +58,6 @@ from deltacast.engines.report import WorkerReport
 __all__ = ["RoundWorker"]
 
 _LOG: Final = logging.getLogger(__name__)
-_NOWHERE: Final = RoundKey(0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -66,7 +68,9 @@ class _Round:
     rows: RoundRows | None
     deadline: Deadline
     buffer: torch.Tensor
+    served_before: ServingStatus
     transaction: Transaction | None = None
+    error: str = ""
     receive_s: float = 0.0
     apply_s: float = 0.0
     audit_s: float = 0.0
@@ -109,15 +113,18 @@ class RoundWorker(WorkerEngine):
         self._run_id, self._epoch = "", 0
         self._serving, self._last_error = ServingStatus.EMPTY, ""
         self._machine = Machine(WORKER_STEPS, WorkerState.IDLE)
+        self._busy = threading.Lock()
+        self._stuck: Task | None = None
         self._repaired: list[str] = []
+        self._published = False
+        self._last_call, self._last_report = 0, WorkerReport(None, committed=False)
 
     @property
     def status(self) -> WorkerStatus:
-        """What this worker serves and how sure it is."""
-        state = self._state
-        return WorkerStatus(
-            self._serving, self._run_id, state.version, state.digest, state.audited_through, self._last_error
-        )
+        """What this worker serves and how sure it is; `empty` while an update is written and not yet decided."""
+        state, serving = self._state, self._serving
+        version = state.version if serving in (ServingStatus.SERVING, ServingStatus.STALE) else None
+        return WorkerStatus(serving, self._run_id, version, state.digest, state.audited_through, self._last_error)
 
     @property
     def state(self) -> WeightState:
@@ -127,64 +134,76 @@ class RoundWorker(WorkerEngine):
     def init_transfer_engine(self, init_info: WorkerInitInfo | Mapping[str, Any]) -> None:
         """See `WorkerEngine`. Audits everything first, so that what is reported is what is there."""
         info = init_info if isinstance(init_info, WorkerInitInfo) else WorkerInitInfo.from_dict(init_info)
-        self._disconnect()
-        self._info = info
-        deadline = Deadline(info.timeout_s)
-        self._channel = connect(info.host, info.port, bytes.fromhex(info.secret), deadline)
-        try:
-            self._say_hello(deadline)
-            welcome = expect(self._channel.receive(Deadline(info.idle_timeout_s))[0], Welcome)
-            self._enter(welcome)
-            report = self._serve(info)
-        except DeltacastError as err:
-            self._lose(err)
-            raise
-        if self._serving is not ServingStatus.SERVING:
-            raise StateError("not admitted", hint=report.error)
+        with self._alone("init_transfer_engine"):
+            self._disconnect()
+            if self._stuck is not None and not self._stuck.done:
+                raise StateError("a collective has still not ended", hint="Restart this process.")
+            self._info = info
+            hello = self._hello()  # before connecting: a long scan must keep nobody waiting
+            deadline, admission = Deadline(info.timeout_s), Deadline(info.idle_timeout_s)
+            self._channel = connect(info.host, info.port, bytes.fromhex(info.secret), deadline, admission)
+            self._channel.send(hello, deadline, self._state.table.to_json())
+            self._enter(expect(self._channel.receive(admission)[0], Welcome))
+            report = self._serve(info, call=0)
+            if self._serving is not ServingStatus.SERVING:
+                raise StateError("not admitted", hint=report.error)
 
-    def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:  # noqa: ARG002 - vLLM's
-        """See `WorkerEngine`. `update_info` is not needed: the trainer's proposal says it all."""
+    def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:
+        """See `WorkerEngine`. A call that is repeated after its end returns the same report."""
+        call = update_info.get("call") if update_info else None
         if self._channel is None or self._info is None:
             raise StateError("this worker is not connected", hint="Call init_transfer_engine first.")
-        try:
-            return self._serve(self._info)
-        except TransportError as err:
-            self._lose(err)
-            raise
+        with self._alone("receive_weights"):
+            if isinstance(call, int) and 0 < call <= self._last_call:
+                return self._last_report
+            return self._serve(self._info, call if isinstance(call, int) else 0)
 
     def shutdown(self) -> None:
         """See `WorkerEngine`."""
         self._disconnect()
 
-    def _say_hello(self, deadline: Deadline) -> None:
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One call at a time; one that fails ends the connection, so that the trainer hears at once."""
+        if not self._busy.acquire(blocking=False):
+            raise StateError(f"{what} while another call runs", hint="Call it from one thread.")
+        try:
+            yield
+        except BaseException as err:
+            self._lose(err)
+            raise
+        finally:
+            self._busy.release()
+
+    def _hello(self) -> Hello:
         damage = self._state.audit()
         if damage and self._state.version is None:
             self._state.rescan()
             damage = []
+        if damage:
+            self._serving = ServingStatus.EMPTY
         name = f"{socket.gethostname()}:{os.getpid()}"
-        key = RoundKey(self._epoch, 0, 0)
         version = -1 if self._state.version is None else self._state.version
         names = [item.parameter for item in damage]
-        hello = Hello(self._run_id, key, name, version, self._state.digest, names)
-        self._connected().send(hello, deadline, self._state.table.to_json())
+        return Hello(self._run_id, RoundKey(self._epoch, 0, 0), name, version, self._state.digest, names)
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.action == "refuse":
             raise StateError(f"the trainer refused this worker: {welcome.reason}")
         if welcome.run_id == self._run_id and welcome.key.epoch < self._epoch:
             raise BaseError("an older writer of this run", expected=f"epoch >= {self._epoch}", found=welcome.key.epoch)
-        self._run_id, self._epoch = welcome.run_id, welcome.key.epoch
+        self._run_id, self._epoch, self._last_call = welcome.run_id, welcome.key.epoch, 0
         if welcome.action == "leave":
             self._state.version = welcome.version
             self._state.mark_audited()
             self._serving = ServingStatus.SERVING
         elif welcome.action == "seed":
-            self._state.forget()
             self._serving = ServingStatus.EMPTY
+            self._state.forget()
 
-    def _serve(self, info: WorkerInitInfo) -> WorkerReport:
-        """Answer the trainer until it says that its call is over."""
-        self._repaired = []
+    def _serve(self, info: WorkerInitInfo, call: int) -> WorkerReport:
+        """Answer the trainer until it says that this call of its is over."""
+        self._repaired, self._published = [], False
         while True:
             message, bulk = self._connected().receive(Deadline(info.idle_timeout_s))
             if message.run_id != self._run_id:
@@ -193,70 +212,89 @@ class RoundWorker(WorkerEngine):
                 self._form(message, info)
             elif isinstance(message, Propose):
                 self._round(message, bulk, info)
-            else:
-                finish = expect(message, Finish)
-                self._last_error = finish.error
-                return WorkerReport(
-                    self._state.version, not finish.error, finish.error, tuple(sorted(set(self._repaired)))
-                )
+            elif expect(message, Finish).call >= call:
+                return self._finish(expect(message, Finish))
+
+    def _finish(self, finish: Finish) -> WorkerReport:
+        self._last_error, self._last_call = finish.error, finish.call
+        version = self.status.version
+        repaired = tuple(sorted(set(self._repaired)))
+        self._last_report = WorkerReport(version, self._published or not finish.error, finish.error, repaired)
+        return self._last_report
 
     def _form(self, form: Form, info: WorkerInitInfo) -> None:
+        """Join a group; left behind if the trainer goes on without it."""
         self._drop_group()
-        error = ""
+        channel, error = self._connected(), ""
+        self._send(Ready(self._run_id, form.key), info)
+        group = PayloadGroup(
+            rank=form.rank,
+            world_size=form.world_size,
+            generation=form.key.generation,
+            device=self._device,
+            timeout_s=info.timeout_s,
+            interface=channel.local_host,
+        )
+        task = Task("form", lambda: group.join(form.host, form.port))
         try:
-            self._group = PayloadGroup.join(
-                form.host,
-                form.port,
-                rank=form.rank,
-                world_size=form.world_size,
-                generation=form.key.generation,
-                device=self._device,
-                timeout_s=info.timeout_s,
-                interface=self._connected().local_host,
-            )
-            self._rank = form.rank
-        except TransportError as err:
-            error = str(err)
-        self._connected().send(Formed(self._run_id, form.key, error), Deadline(info.timeout_s))
+            wait_any([channel], Deadline(info.timeout_s * 2), task)
+        finally:
+            overtaken = not task.done
+            if overtaken:
+                group.abort()
+            task.join(0.0)
+        if overtaken:
+            return
+        if task.error is None:
+            self._group, self._rank = group, form.rank
+        else:
+            error = _describe(task.error)
+        self._send(Formed(self._run_id, form.key, error), info)
 
     def _round(self, propose: Propose, rows: bytes, info: WorkerInitInfo) -> None:
+        """Take part in one round: whatever happens, what is written is decided, or restored."""
         self._machine.step("propose")
-        current, error = self._prepare(propose, rows, info)
+        deadline = Deadline(info.timeout_s * 2)  # the others get ready, and the payload comes
+        current = _Round(propose, None, deadline, torch.empty(0, dtype=torch.uint8), self._serving)
         try:
-            self._send(Ready(self._run_id, propose.key, error), info)
-            if not error:
-                early = self._receive_payload(current)
-                if early is None:
-                    self._machine.step("received")
-                    self._send(self._vote(current, info), info)
-                    self._machine.step("voted")
-                    early = self._await_decision(propose.key, Deadline(info.decision_timeout_s))
-            else:
-                early = self._await_decision(propose.key, Deadline(info.decision_timeout_s))
-        except TransportError:
+            decision = self._until_decided(current, rows, info)
+            ack = self._obey(current, commit=decision.commit)
+        except BaseException:  # nobody will decide; without a COMMIT it is an ABORT
             self._undo(current)
-            self._machine.step("decision")  # nobody will decide; without a COMMIT it is an ABORT
             raise
-        ack = self._obey(current, commit=early.commit)
-        self._machine.step("decision")
+        finally:
+            self._machine.step("decision")
         self._send(ack, info)
 
-    def _prepare(self, propose: Propose, rows: bytes, info: WorkerInitInfo) -> tuple[_Round, str]:
-        """Check everything that can be checked without the payload, and take the buffer for it."""
-        current = _Round(propose, None, Deadline(info.timeout_s), torch.empty(0, dtype=torch.uint8))
+    def _until_decided(self, current: _Round, rows: bytes, info: WorkerInitInfo) -> Decision:
+        key = current.propose.key
+        current.error = self._prepare(current, rows)
+        self._send(Ready(self._run_id, key, current.error), info)
+        if not current.error:
+            early = self._receive_payload(current)
+            if early is not None:
+                return early
+            self._machine.step("received")
+            self._send(self._vote(current, info), info)
+            self._machine.step("voted")
+        return self._await_decision(key, Deadline(info.decision_timeout_s))
+
+    def _prepare(self, current: _Round, rows: bytes) -> str:
+        """Check everything that can be checked without the payload, and take the buffer for it; say what is wrong."""
+        propose = current.propose
         try:
-            if self._group is None:
-                raise StateError("no payload group")
             self._check_propose(propose)
             if self._rank in propose.receivers:
                 current.rows = read_rows(rows, self._state.table)
                 self._check_rows(propose, current.rows)
             current.buffer = torch.empty(propose.payload_bytes, dtype=torch.uint8)
-        except (DeltacastError, RuntimeError) as err:  # RuntimeError: torch could not allocate
-            return current, _describe(err)
-        return current, ""
+        except Exception as err:  # noqa: BLE001 - the round's boundary: the trainer must hear
+            return _describe(err)
+        return ""
 
     def _check_propose(self, propose: Propose) -> None:
+        if self._group is None:
+            raise StateError("no payload group")
         if propose.key.epoch < self._epoch:
             raise BaseError("an older writer", expected=f"epoch >= {self._epoch}", found=propose.key.epoch)
         limit = self._max_payload_bytes
@@ -299,64 +337,62 @@ class RoundWorker(WorkerEngine):
             if isinstance(ready, Channel) and not task.done:
                 decision = self._await_decision(current.propose.key, current.deadline)
         finally:
-            ended = self._end_payload(task, current.deadline.seconds)
+            self._end_payload(task, current.deadline.seconds)
         current.receive_s = time.perf_counter() - started
-        if not ended:
-            self._serving = ServingStatus.LOST
-            raise DeadlineError("a collective did not end; this worker's memory may still change")
         return decision
 
-    def _end_payload(self, task: Task, timeout_s: float) -> bool:
+    def _end_payload(self, task: Task, timeout_s: float) -> None:
         if not task.done or task.error is not None:
             self._drop_group()
-        return task.join(timeout_s)
+        if not task.join(timeout_s):
+            self._stuck, self._serving = task, ServingStatus.LOST
+            raise DeadlineError("a collective did not end; this worker's memory may still change")
 
     def _vote(self, current: _Round, info: WorkerInitInfo) -> Verdict:
         """Apply (unless the round is for others), audit, and say what this worker now holds."""
-        started, error = time.perf_counter(), ""
-        names: list[str] = []
+        started, damaged = time.perf_counter(), list[Damage]()
         try:
-            if self._group is None:
-                raise TransportError("the payload did not arrive")
-            if current.rows is not None:
-                self._apply(current)
+            self._apply(current)
             current.apply_s = time.perf_counter() - started
             damaged = self._audit(current, info)
             current.audit_s = time.perf_counter() - started - current.apply_s
-            names = [item.parameter for item in damaged]
-            error = f"weights are damaged: {damaged[0]}" if damaged else ""
-        except CorruptionError as err:
-            error, names = _describe(err), [str(err.parameter)]
-        except (DeltacastError, RuntimeError, MemoryError) as err:
-            error = _describe(err)
+            if damaged:
+                damaged = self._state.audit()  # so that one repair mends it all
+                current.error = f"weights are damaged: {damaged[0]}"
+        except Exception as err:  # noqa: BLE001 - the round's boundary: the trainer must hear, and decide
+            current.error = _describe(err)
+            damaged = self._state.audit() if isinstance(err, CorruptionError) else []
         return Verdict(
             self._run_id,
             current.propose.key,
             self._state.digest,
-            error,
-            names,
+            current.error,
+            [item.parameter for item in damaged],
             current.receive_s,
             current.apply_s,
             current.audit_s,
         )
 
     def _apply(self, current: _Round) -> None:
-        assert current.rows is not None
         state = self._state
+        if self._group is None:
+            raise TransportError("the payload did not arrive")
+        if current.rows is None:
+            return
         update = decode_round(current.rows, current.buffer.numpy().data, state.table, threads=state.threads)
-        transaction = Transaction.stage(
+        current.transaction = Transaction.stage(
             state, update, undo=not update.is_seed, undo_budget_bytes=self._undo_budget_bytes
         )
-        transaction.write()
-        current.transaction = transaction
+        self._serving = ServingStatus.EMPTY  # until the decision
+        current.transaction.write()
 
     def _audit(self, current: _Round, info: WorkerInitInfo) -> list[Damage]:
-        if current.rows is not None and current.rows.envelope.base_version is None:
+        seeded = current.rows is not None and current.rows.envelope.base_version is None
+        known_damage = current.served_before is ServingStatus.EMPTY
+        if seeded or known_damage or info.audit == "full":
             return self._state.audit()
         if info.audit == "off":
             return []
-        if info.audit == "full":
-            return self._state.audit()
         return self._state.audit_rolling(current.propose.target_version, info.audit)
 
     def _await_decision(self, key: RoundKey, deadline: Deadline) -> Decision:
@@ -367,29 +403,42 @@ class RoundWorker(WorkerEngine):
 
     def _obey(self, current: _Round, *, commit: bool) -> Ack:
         """Act on the record: keep what was written, or restore and audit."""
-        key, error = current.propose.key, ""
-        if commit and current.transaction is not None:
-            update = current.transaction.update
-            current.transaction.commit()
-            if update.base_version == update.target_version:
-                self._repaired += [patch.name for patch in update.patches]
-            self._serving = ServingStatus.SERVING
-        elif not commit:
+        damaged: list[Damage] = []
+        if not commit:
             damaged = self._undo(current)
-            error = f"weights are damaged: {damaged[0]}" if damaged else ""
+        elif current.error:
+            raise ProtocolError("a COMMIT that this worker did not vote for", found=current.error)
+        elif current.transaction is not None:
+            self._keep(current.transaction)
+        error = f"weights are damaged: {damaged[0]}" if damaged else ""
         version = -1 if self._state.version is None else self._state.version
-        through = self._state.audited_through
-        return Ack(self._run_id, key, version, self._state.digest, -1 if through is None else through, error)
+        through = -1 if self._state.audited_through is None else self._state.audited_through
+        names = [item.parameter for item in damaged]
+        return Ack(self._run_id, current.propose.key, version, self._state.digest, through, error, names)
+
+    def _keep(self, transaction: Transaction) -> None:
+        update = transaction.update
+        transaction.commit()
+        self._serving = ServingStatus.SERVING
+        if update.base_version == update.target_version:
+            self._repaired += [patch.name for patch in update.patches]
+        elif not update.is_seed:
+            self._published = True
 
     def _undo(self, current: _Round) -> list[Damage]:
-        if current.transaction is not None:
-            current.transaction.rollback()
-            current.transaction = None
-            if self._state.version is None:
-                self._serving = ServingStatus.EMPTY
-        return self._state.audit()
+        """Restore and audit; where that fails or finds damage, nothing is served any more."""
+        serving = ServingStatus.LOST if self._serving is ServingStatus.LOST else current.served_before
+        self._serving = serving if serving is ServingStatus.LOST else ServingStatus.EMPTY
+        transaction = current.transaction
+        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
+            transaction.rollback()
+        current.transaction = None
+        damaged = self._state.audit()
+        if not damaged and self._state.version is not None:
+            self._serving = serving
+        return damaged
 
-    def _send(self, message: Ready | Verdict | Ack, info: WorkerInitInfo) -> None:
+    def _send(self, message: Message, info: WorkerInitInfo) -> None:
         self._connected().send(message, Deadline(info.timeout_s))
 
     def _connected(self) -> Channel:
@@ -397,11 +446,12 @@ class RoundWorker(WorkerEngine):
             raise StateError("this worker is not connected", hint="Call init_transfer_engine first.")
         return self._channel
 
-    def _lose(self, err: DeltacastError) -> None:
+    def _lose(self, err: BaseException) -> None:
         """Note that the trainer is out of reach; what is served stays one whole version under its label."""
         self._last_error = _describe(err)
         if self._serving is ServingStatus.SERVING:
             self._serving = ServingStatus.STALE
+        self._machine = Machine(WORKER_STEPS, WorkerState.IDLE)
         _LOG.warning("deltacast worker lost the trainer: %s", err)
         self._disconnect()
 

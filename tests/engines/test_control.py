@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 import struct
 import threading
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from deltacast.delta.errors import AuthenticationError, DeadlineError, ProtocolError, TransportError
-from deltacast.engines.control import Channel, Deadline, Listener, Task, connect, wait_any
-from deltacast.engines.protocol import Ready, RoundKey
+from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
+from deltacast.engines.opening import Listener, connect
+from deltacast.engines.protocol import Ready, RoundKey, encode_message
+from engine_setups import num_descriptors
 
 SECRET = b"s" * 32
 MESSAGE = Ready("run", RoundKey(0, 1, 2), "e")
@@ -47,12 +50,13 @@ def test_both_sides_prove_the_secret_and_frames_arrive_whole(listener: Listener)
     accepted: list[Channel | None] = []
     thread = threading.Thread(target=lambda: accepted.append(listener.accept(Deadline(10))))
     thread.start()
-    worker = connect(listener.host, listener.port, SECRET, Deadline(10))
+    worker = connect(listener.host, listener.port, SECRET, Deadline(10), Deadline(10))
+    worker.send(MESSAGE, Deadline(10), b"xy")  # a worker is accepted once it has said something
     thread.join(10)
     trainer = accepted[0]
     assert trainer is not None
     bulk = bytes(range(256)) * 5000
-    for _ in range(3):
+    for _ in range(2):
         worker.send(MESSAGE, Deadline(10), b"xy")
     assert [trainer.receive(Deadline(10)) for _ in range(3)] == [(MESSAGE, b"xy")] * 3
     sender = threading.Thread(target=lambda: trainer.send(MESSAGE, Deadline(10), bulk))
@@ -69,7 +73,7 @@ def test_a_worker_with_another_secret_is_dropped_and_told(listener: Listener) ->
 
     def intrude() -> None:
         try:
-            connect(listener.host, listener.port, b"t" * 32, Deadline(10))
+            connect(listener.host, listener.port, b"t" * 32, Deadline(10), Deadline(10))
         except TransportError as err:
             errors.append(err)
 
@@ -98,7 +102,7 @@ def test_a_trainer_with_another_secret_is_not_followed() -> None:
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(AuthenticationError, match="does not know the run's secret"):
-            connect("127.0.0.1", fake.getsockname()[1], SECRET, Deadline(10))
+            connect("127.0.0.1", fake.getsockname()[1], SECRET, Deadline(10), Deadline(10))
         thread.join(10)
 
 
@@ -114,7 +118,7 @@ def test_a_server_that_is_no_trainer_is_recognised() -> None:
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(ProtocolError, match="is no deltacast trainer"):
-            connect("127.0.0.1", other.getsockname()[1], SECRET, Deadline(10))
+            connect("127.0.0.1", other.getsockname()[1], SECRET, Deadline(10), Deadline(10))
         thread.join(10)
 
 
@@ -123,7 +127,7 @@ def test_nobody_listening_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(TransportError, match=rf"cannot reach the trainer at 127.0.0.1:{port}: Connection refused"):
-        connect("127.0.0.1", port, SECRET, Deadline(10))
+        connect("127.0.0.1", port, SECRET, Deadline(10), Deadline(10))
 
 
 def test_a_taken_port_is_named(listener: Listener) -> None:
@@ -202,3 +206,68 @@ def test_waiting_longer_than_the_deadline_names_the_peers(pair: tuple[Channel, s
     with pytest.raises(DeadlineError, match=r"peer did not answer in time: expected within 0\.2 s"):
         wait_any([pair[0]], Deadline(0.2))
     assert 0.15 < time.monotonic() - started < 5
+
+
+def test_a_peer_that_does_not_read_delays_no_other_peer(listener: Listener) -> None:
+    """Both are written to side by side; only the deaf one is late."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peers = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        channels = [Channel(server.accept()[0], f"peer {number}") for number in range(2)]
+    received = bytearray()
+
+    def read() -> None:
+        while data := peers[1].recv(1 << 20):
+            received.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    bulk = bytes(32 << 20)
+    failed = send_all(channels, MESSAGE, Deadline(1.0), bulk)
+    channels[1].close()
+    reader.join(10)
+    assert list(failed) == [channels[0]]
+    assert isinstance(failed[channels[0]], DeadlineError)
+    assert len(received) == 8 + len(encode_message(MESSAGE)) + len(bulk)
+    channels[0].close()
+    for peer in peers:
+        peer.close()
+
+
+def test_a_peer_that_never_stops_talking_meets_the_deadline(pair: tuple[Channel, socket.socket]) -> None:
+    """A frame at hand is no reason to go on for ever."""
+    channel, peer = pair
+    peer.sendall(frame(encode_message(MESSAGE)) * 3)
+    deadline = Deadline(0.1)
+
+    def listen() -> None:
+        while wait_any([channel], deadline) is channel:
+            peer.sendall(frame(encode_message(MESSAGE)))
+            channel.poll()
+
+    with pytest.raises(DeadlineError):
+        listen()
+
+
+def test_closing_is_heard_although_a_child_still_has_the_descriptor(pair: tuple[Channel, socket.socket]) -> None:
+    """A forked data loader holds copies of all sockets."""
+    channel, peer = pair
+    copy = os.dup(channel.fileno())
+    channel.close()
+    peer.settimeout(10)
+    assert peer.recv(1) == b""
+    os.close(copy)
+
+
+def test_a_task_left_behind_releases_its_descriptors_when_it_ends() -> None:
+    """Nobody joins it any more."""
+    leave, before = threading.Event(), num_descriptors()
+
+    def wait() -> None:
+        assert leave.wait(20)
+
+    task = Task("slow", wait)
+    assert not task.join(0.01)
+    assert num_descriptors() == before + 2
+    leave.set()
+    task._thread.join(20)
+    assert num_descriptors() == before

@@ -44,7 +44,7 @@ MESSAGES = [
     Verdict("run", KEY, "xxh3_128:22", "bad", ["p", "q"], 0.5, 1.5, 2.0),
     Decision("run", KEY, commit=True),
     Ack("run", KEY, 4, "xxh3_128:33", 3),
-    Finish("run", KEY, 4, "mödel"),
+    Finish("run", KEY, 4, 9, "mödel"),
 ]
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from deltacast.delta.module_source import ModuleSource
-from deltacast.engines.base import WorkerInitInfo
+from deltacast.engines.base import TrainerInitInfo, WorkerInitInfo
 from deltacast.engines.report import WorkerReport
-from deltacast.engines.sparse_nccl import SparseNcclWorker
+from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 
 REPLY_S = 30.0
+TRAINER_DIES_AT = (
+    "idle", "proposed", "all ready", "sending", "sent", "all voted", "one told", "all told", "settled"
+)  # fmt: skip
 DIE_AT = ("ready", "payload", "received", "written", "voted", "decided", "acked")
 
 
@@ -73,9 +76,9 @@ class DyingWorker(SparseNcclWorker):
         if step == self._die_step and number == self._die_round:
             os.kill(os.getpid(), self._die_how)
 
-    def _prepare(self, propose: Any, rows: bytes, info: WorkerInitInfo) -> Any:
-        self._maybe_die("ready", propose.key.round)
-        return super()._prepare(propose, rows, info)
+    def _prepare(self, current: Any, rows: bytes) -> str:
+        self._maybe_die("ready", current.propose.key.round)
+        return super()._prepare(current, rows)
 
     def _receive_payload(self, current: Any) -> Any:
         self._maybe_die("payload", current.propose.key.round)
@@ -97,6 +100,92 @@ class DyingWorker(SparseNcclWorker):
         super()._send(message, info)
         if message.kind == "ack":
             self._maybe_die("acked", message.key.round)
+
+
+class DyingTrainer(SparseNcclTrainer):
+    """Kill (or freeze) the own process at one of `TRAINER_DIES_AT` in round `at_round`."""
+
+    die: tuple[str, int, signal.Signals] = ("", 0, signal.SIGKILL)
+
+    def _maybe_die(self, step: str) -> None:
+        wanted, at_round, how = self.die
+        if step == wanted and self._round_number == at_round:
+            os.kill(os.getpid(), how)
+
+    def _propose(self, update: Any, encoded: Any, receivers: Any, outcome: Any) -> None:
+        self._maybe_die("idle")
+        tell = self._workers.tell
+
+        def tell_and_die(*told: Any) -> None:
+            tell(*told)
+            self._maybe_die("proposed")
+
+        self._workers.tell = tell_and_die  # type: ignore[assignment, method-assign]
+        super()._propose(update, encoded, receivers, outcome)
+        self._workers.tell = tell  # type: ignore[method-assign]
+
+    def _send_payload(self, encoded: Any, outcome: Any) -> None:
+        self._maybe_die("all ready")
+        super()._send_payload(encoded, outcome)
+
+    def _watch_payload(self, task: Any, outcome: Any) -> None:
+        self._maybe_die("sending")
+        super()._watch_payload(task, outcome)
+
+    def _hear_verdicts(self, update: Any, outcome: Any) -> None:
+        self._maybe_die("sent")
+        super()._hear_verdicts(update, outcome)
+
+    def _settle(self, update: Any, outcome: Any) -> None:
+        self._maybe_die("all voted")
+        tell = self._workers.tell
+
+        def tell_one_by_one(members: Any, *told: Any) -> None:
+            for member in members:
+                tell([member], *told)
+                self._maybe_die("one told")
+            self._maybe_die("all told")
+
+        self._workers.tell = tell_one_by_one  # type: ignore[assignment, method-assign]
+        super()._settle(update, outcome)
+        self._workers.tell = tell  # type: ignore[method-assign]
+        self._maybe_die("settled")
+
+
+class NoClient:
+    """A client of workers that somebody else drives."""
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """They are told already."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """They are told already."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish."""
+
+
+def train(pipe: Connection, info: TrainerInitInfo, step: str, at_round: int, how: signal.Signals) -> None:
+    """Run a trainer over the policy of seed 0; each command is one optimizer step and one round."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    DyingTrainer.die = (step, at_round, how)
+    policy, client = Policy(0), NoClient()
+    client.init_transfer_engine = pipe.send  # type: ignore[assignment, method-assign]
+    trainer = DyingTrainer.trainer_init(info, ModuleSource(policy), client)
+    pipe.send("admitted")
+    while True:
+        try:
+            policy.step(*pipe.recv())
+            pipe.send(("ok", trainer.send_weights().target_version))
+        except (EOFError, ConnectionResetError):
+            break
+        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
+            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    trainer.shutdown()
 
 
 def serve(pipe: Connection, seed: int, die: tuple[str, int, signal.Signals] | None, device: str) -> None:
@@ -122,7 +211,7 @@ def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: l
         worker.init_transfer_engine(arguments[0])
         return worker.status
     if command == "receive":
-        return worker.receive_weights()
+        return worker.receive_weights(*arguments)
     if command == "flip":
         name, place, bit = arguments
         tensor = module.state_dict()[name].view(-1)
@@ -133,14 +222,14 @@ def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: l
     return weights_of(module) if command == "weights" else worker.status
 
 
-class WorkerProcess:
-    """One worker process and the pipe to it."""
+class EngineProcess:
+    """One process with an engine, and the pipe to it."""
 
-    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None, device: str = "cpu") -> None:
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["deltacast.engines.sparse_nccl"])  # so that workers start at once
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, seed, die, device), daemon=True)
+        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -156,10 +245,14 @@ class WorkerProcess:
         except (BrokenPipeError, ConnectionResetError):
             return
 
+    def hear(self, timeout_s: float = REPLY_S) -> Any:
+        """Return what the process has to say."""
+        assert self._pipe.poll(timeout_s), f"process {self.pid} did not answer"
+        return self._pipe.recv()
+
     def reply(self, timeout_s: float = REPLY_S) -> Any:
-        """Return the answer to a command; raises what the worker raised, as an AssertionError with its traceback."""
-        assert self._pipe.poll(timeout_s), f"worker {self.pid} did not answer"
-        kind, *rest = self._pipe.recv()
+        """Return the answer to a command; raises what the engine raised, as an AssertionError with its traceback."""
+        kind, *rest = self.hear(timeout_s)
         if kind == "error":
             raise WorkerError(*rest)
         return rest[0]
@@ -188,8 +281,25 @@ class WorkerProcess:
         self._process.close()
 
 
+class WorkerProcess(EngineProcess):
+    """A worker."""
+
+    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None, device: str = "cpu") -> None:
+        super().__init__(serve, seed, die, device)
+
+
+class TrainerProcess(EngineProcess):
+    """A trainer of `info` that dies, or freezes, at one of `TRAINER_DIES_AT` of a round.
+
+    It says its worker init info first; then `step` makes it publish.
+    """
+
+    def __init__(self, info: TrainerInitInfo, step: str, at_round: int, how: signal.Signals) -> None:
+        super().__init__(train, info, step, at_round, how)
+
+
 class WorkerError(AssertionError):
-    """What a worker raised."""
+    """What an engine raised."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{kind}: {message}\n{trace}")
@@ -211,7 +321,7 @@ class PipeClient:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         for worker in self.workers:
-            worker.tell("receive")
+            worker.tell("receive", update_info)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""
