@@ -1,0 +1,83 @@
+"""Launching the Triton programs: grids, tile sizes and registers, measured on an H200 (benchmarks/kernels.py)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from deltacast.delta.kernels import apply_programs, emit_programs, scan_programs
+from deltacast.delta.kernels.chunk import COUNTS_PER_SUM, RawChunk, UndoLog
+from deltacast.delta.kernels.group import ParamGroup
+from deltacast.delta.kernels.language import tl
+
+__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "undo_blocks"]
+
+_EMIT_OPTIONS: Final = {"lanes": 256, "tile": 1024, "num_warps": 8}
+_CHECK_OPTIONS: Final = {"tile": 512, "num_warps": 2}
+_AUDIT_ROWS: Final = {1: 1, 2: 2, 4: 8, 8: 8}
+_APPLY_OPTIONS: Final = {"tile": 2048, "num_warps": 8}
+
+
+def _word(group: ParamGroup) -> dict[str, Any]:
+    types = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+    return {"word": types[group.word_bytes], "word_bytes": group.word_bytes}
+
+
+def _scan_options(group: ParamGroup, *, audit: bool) -> dict[str, Any]:
+    """Rows of a tile and registers of a thread: as many reads in flight as fit (ptxas would start fewer threads)."""
+    small = audit and group.word_bytes > 1
+    return {"rows": 2 if small else 4, "num_warps": 4, "maxnreg": 72 if small else 96}
+
+
+def diff_blocks(
+    group: ParamGroup, chunk: RawChunk, sums: torch.Tensor, scratch: torch.Tensor, *, audit_baseline: bool
+) -> None:
+    """Diff the chunk's blocks; see `operations.diff_group`."""
+    keys, word, options = group.keys, _word(group), _scan_options(group, audit=audit_baseline)
+    chunk.count_sums.zero_()
+    scan_programs.compare_program[(chunk.num_blocks,)](
+        group.blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, sums,
+        chunk.first_block, group.num_params, audit=audit_baseline, **word, **options,
+    )  # fmt: skip
+    emit_programs.emit_program[(chunk.num_blocks,)](
+        group.blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, chunk.offsets, chunk.values,
+        chunk.total, sums, chunk.first_block, chunk.num_blocks, group.num_params, chunk.capacity,
+        rows=options["rows"], **word, **_EMIT_OPTIONS,
+    )  # fmt: skip
+
+
+def check_blocks(group: ParamGroup, chunk: RawChunk, num_changes: int, fault: torch.Tensor) -> None:
+    """Check counts and offsets of a chunk; see `operations.apply_group`."""
+    place = (chunk.first_block, chunk.num_blocks)
+    apply_programs.count_program[(-(-chunk.num_blocks // COUNTS_PER_SUM),)](
+        group.blocks, chunk.counts, chunk.count_sums, fault, *place
+    )
+    apply_programs.check_program[(chunk.num_blocks,)](
+        group.blocks, chunk.counts, chunk.count_sums, chunk.offsets, fault, *place, num_changes, **_CHECK_OPTIONS
+    )
+
+
+def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
+    """Write a checked chunk; see `operations.apply_group`."""
+    apply_programs.apply_program[(chunk.num_blocks,)](
+        group.blocks, group.keys.inner, group.keys.outer, chunk.counts, chunk.count_sums, chunk.offsets, chunk.values,
+        undo.values, sums, fault, undo.applied, chunk.first_block, group.num_params,
+        **_APPLY_OPTIONS, **_word(group),
+    )  # fmt: skip
+
+
+def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
+    """Write back what applying the chunk overwrote; see `operations.undo_group`."""
+    apply_programs.undo_program[(chunk.num_blocks,)](
+        group.blocks, chunk.counts, chunk.count_sums, chunk.offsets, undo.values, undo.applied, chunk.first_block,
+        word=_word(group)["word"], **_APPLY_OPTIONS,
+    )  # fmt: skip
+
+
+def audit_blocks(group: ParamGroup, sums: torch.Tensor, first_block: int, num_blocks: int) -> None:
+    """Fingerprint blocks of the baseline; see `operations.audit_group`."""
+    scan_programs.audit_program[(num_blocks,)](
+        group.blocks, group.keys.inner, group.keys.outer, sums, first_block,
+        rows=_AUDIT_ROWS[group.word_bytes], num_warps=4, **_word(group),
+    )  # fmt: skip
