@@ -154,7 +154,8 @@ class RoundWorker(WorkerEngine):
         if self._channel is None or self._info is None:
             raise StateError("this worker is not connected", hint="Call init_transfer_engine first.")
         with self._alone("receive_weights"):
-            if isinstance(call, int) and 0 < call <= self._last_call:
+            repeated = isinstance(call, int) and 0 < call <= self._last_call
+            if repeated and not self._connected().gone():  # another trainer's call may have the same number
                 return self._last_report
             return self._serve(self._info, call if isinstance(call, int) else 0)
 
