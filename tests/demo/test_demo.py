@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,9 @@ DEMO = [sys.executable, "-m", "deltacast", "demo"]
 
 def test_every_step_is_verified_and_the_files_are_the_same_bits() -> None:
     """The JSON document says it of each step, each worker and each dumped file; two runs of one seed agree."""
-    runs = [
-        subprocess.run([*DEMO, "--steps", "2", "--json"], capture_output=True, text=True, check=False) for _ in "ab"
-    ]
-    for ran in runs:
-        assert ran.returncode == 0, ran.stderr
-    first, second = (json.loads(ran.stdout) for ran in runs)
+    command = [*DEMO, "--steps", "2", "--json"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
+    first, second = (_document(run) for run in runs)
     assert [step["round"]["num_verified"] for step in first["steps"]] == [2, 2]
     assert [step["round"]["target_version"] for step in first["steps"]] == [1, 2]
     assert first["verify_exit_codes"] == {"worker-0": 0, "worker-1": 0}
@@ -34,6 +32,13 @@ def test_every_step_is_verified_and_the_files_are_the_same_bits() -> None:
         second["digest"],
         [step["reward"] for step in second["steps"]],
     )
+
+
+def _document(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, errors = process.communicate(timeout=140)
+    assert process.returncode == 0, errors
+    document: dict[str, Any] = json.loads(out)
+    return document
 
 
 def test_ctrl_c_leaves_no_process() -> None:
