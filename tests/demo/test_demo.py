@@ -49,7 +49,7 @@ def test_ctrl_c_leaves_no_process() -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     for line in process.stdout:
-        if "workers seeded" in line:
+        if "every worker holds" in line:
             break
     os.killpg(process.pid, signal.SIGINT)
     errors = process.stderr.read()  # ends when every process that holds the pipe has ended

@@ -186,12 +186,14 @@ def load_hf(directory: Path, dtype: torch.dtype = torch.float32) -> HfPolicy:
         raise FileNotFoundError(f"{directory} is not a Hugging Face model folder: it has no config.json")
     try:
         import transformers
+        from transformers.utils import logging
     except ModuleNotFoundError as err:
         if err.name != "transformers":
             raise
         raise ModuleNotFoundError(
             f"loading {directory} needs transformers: pip install transformers", name="transformers"
         ) from err
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo's table is the progress
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     # Not `.to(dtype)` afterwards: that would also round the rotary frequencies, which are no parameters.
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)

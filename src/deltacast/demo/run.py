@@ -101,7 +101,7 @@ def run_demo(options: DemoOptions, result: DemoResult) -> Iterator[str | StepRow
     torch.set_num_threads(1)
     setting = Setting(options.model, options.seed)
     with Fleet(setting, options.workers, _TIMEOUT_S) as fleet, tempfile.TemporaryDirectory() as folder:
-        yield f"{options.workers} workers started, each with random weights of its own"
+        yield f"{options.workers} workers started, each with {setting.worker_weights}"
         learner = setting.make_learner()
         yield learner.description
         source = ModuleSource(learner.model.module, serving_dtype=ServingDType(default="bfloat16", keep=()))
@@ -112,7 +112,7 @@ def run_demo(options: DemoOptions, result: DemoResult) -> Iterator[str | StepRow
             result.num_parameters = len(metas)
             result.num_weights = sum(meta.numel for meta in metas)
             result.dense_bytes = sum(meta.nbytes for meta in metas)
-            yield f"workers seeded with the trainer's weights: {result.dense_bytes:,} bytes, verified by digest"
+            yield f"every worker holds the trainer's weights, {result.dense_bytes:,} bytes, verified by digest"
             examined = learner.draw_prompts(_NUM_EXAMINED)
             result.num_judged = _NUM_EXAMINED * setting.num_samples
             result.first_reward = _mean_reward(fleet.sample(examined))

@@ -72,6 +72,11 @@ class Setting:
         if find_spec("transformers") is None:
             raise InputError("a Hugging Face model needs transformers", hint="pip install 'deltacast[hf]'")
 
+    @property
+    def worker_weights(self) -> str:
+        """What the workers start with, in words."""
+        return "random weights of its own" if self.directory is None else "the model of the folder"
+
     def make_learner(self) -> Learner:
         """Build the trainer's policy, which knows the task a little, and its optimizer.
 
