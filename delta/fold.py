@@ -282,7 +282,7 @@ def _overwrite(first: SparseWeightPatch, then: SparseWeightPatch) -> SparseWeigh
     if not settled:
         raise InputError(
             "absolute words and differences at different positions do not fold without the base",
-            parameter=first.name, hint="Encode the updates in one form, or pass base=.",
+            parameter=first.name, hint="Encode the updates in one form, or give the base.",
         )  # fmt: skip
     values = np.zeros(union.indices.size, first.values.dtype)
     values[union.first] = first.values

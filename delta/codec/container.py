@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from deltacast.delta.bits import Words
 from deltacast.delta.boxes import check_box, to_global
+from deltacast.delta.checkpoint_files import fsync_folder
 from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.choose import ValuesChoice
 from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
-from deltacast.delta.codec.encode import each, encode_patches
+from deltacast.delta.codec.encode import encode_patches
 from deltacast.delta.codec.envelope import Envelope, as_format_error
 from deltacast.delta.codec.header import (
     EntryHeader,
@@ -113,11 +114,7 @@ def write_update(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync_folder(target.parent)
     return sum(map(len, pieces))
 
 
@@ -234,8 +231,7 @@ def decode_update(
     sha256 = [group.sha256 or b"" for group in header.groups] if signing_key is not None else []
     start = _payload_start(stored)
     data = decode_entries(
-        checked, view[start : start + checked.payload_bytes],
-        each=lambda function, count: each(function, count, threads), sha256=sha256,
+        checked, view[start : start + checked.payload_bytes], threads=threads, sha256=sha256,
         max_decoded_bytes=max_decoded_bytes,
     )  # fmt: skip
     return _assemble(header, data)

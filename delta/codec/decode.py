@@ -7,7 +7,7 @@ patch is a slice of them, so nothing is copied twice. The tables were checked by
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.layout import Layout, Pools, Spans, check_entries, check_streams, expand_spans, pool_spans
 from deltacast.delta.codec.streams import GapStreams, decode_bitmap, decode_gaps, join_planes, unpack_codes
 from deltacast.delta.errors import ChecksumError, FormatError
+from deltacast.delta.threads import in_order
 
 __all__ = ["Checked", "EntryData", "check_layout", "decode_entries", "decode_group"]
 
@@ -73,7 +74,7 @@ def check_layout(layout: Layout) -> Checked:
 
 
 def decode_entries(
-    checked: Checked, payload: memoryview, *, each: Callable[[Callable[[int], None], int], object],
+    checked: Checked, payload: memoryview, *, threads: int = 1,
     sha256: Sequence[bytes] = (), max_decoded_bytes: int | None = None,
 ) -> list[EntryData]:  # fmt: skip
     """Decode all groups.
@@ -81,7 +82,7 @@ def decode_entries(
     Args:
         checked: the tables.
         payload: the groups, back to back, exactly.
-        each: calls a function for each group number, on threads if it likes.
+        threads: groups that are decoded at once.
         sha256: digests from a signed header to check; empty for none.
         max_decoded_bytes: refuse to decode to more; None for no bound.
 
@@ -100,7 +101,8 @@ def decode_entries(
             raise ChecksumError(f"group {group} does not have the SHA-256 that was signed")
         decode_group(checked, group, part, pools)
 
-    each(decode, len(checked.layout.groups))
+    for _ in in_order(decode, range(len(checked.layout.groups)), threads):
+        pass
     return _slice(checked.layout, pools)
 
 

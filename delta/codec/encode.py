@@ -6,10 +6,9 @@ Read `encode_patches` first. Nothing here knows how the tables are written; head
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -24,11 +23,11 @@ from deltacast.delta.codec.layout import GROUP, SPAN, STREAM, Layout, Pools, Spa
 from deltacast.delta.codec.streams import encode_bitmap, encode_gaps, pack_codes, split_planes
 from deltacast.delta.errors import FormatError, PatchError
 from deltacast.delta.patch import SparseWeightPatch
+from deltacast.delta.threads import in_order
 
-__all__ = ["Encoded", "each", "encode_patches"]
+__all__ = ["Encoded", "encode_patches"]
 
 I64: TypeAlias = NDArray[np.int64]
-T = TypeVar("T")
 
 GROUP_WEIGHT: Final = 1 << 20  # changes (bits of a bitmap) per group: pools are large, and threads have work
 _LEVEL: Final = 1
@@ -78,14 +77,6 @@ class _Job:
         return indices
 
 
-def each(function: Callable[[int], T], count: int, threads: int) -> list[T]:
-    """Return `function(0) ... function(count - 1)`, on up to `threads` threads; the first error wins."""
-    if threads <= 1 or count <= 1:
-        return [function(number) for number in range(count)]
-    with ThreadPoolExecutor(min(threads, count), thread_name_prefix="deltacast-codec") as pool:
-        return list(pool.map(function, range(count)))
-
-
 def encode_patches(
     patches: Sequence[SparseWeightPatch], entries: NDArray[Any], positions: I64, word_bytes: I64, *,
     values: ValuesChoice, threads: int, hash_groups: bool = False,
@@ -113,7 +104,9 @@ def encode_patches(
     spans, partial, num_partial = _cut(job)
     pools = pool_spans(entries, word_bytes, spans)
     first = _first_changes(spans)
-    results = each(lambda g: _encode_group(job, spans, first, pools, g), spans.bounds.size - 1, threads)
+    results = list(
+        in_order(lambda g: _encode_group(job, spans, first, pools, g), range(spans.bounds.size - 1), threads)
+    )
     payloads = [payload for _, payload in results]
     groups = np.zeros(len(results), GROUP)
     groups["first"] = spans.entry[spans.bounds[:-1]]
@@ -124,7 +117,7 @@ def encode_patches(
         record["xxh3_128"] = np.frombuffer(xxhash.xxh3_128_digest(payload), np.uint8)
     streams = np.concatenate([np.zeros(0, STREAM), *(streams for streams, _ in results)])
     tables = Layout(entries, positions, word_bytes, groups, partial, streams, lambda entry: patches[entry].name)
-    digests = each(lambda g: hashlib.sha256(payloads[g]).digest(), len(payloads), threads) if hash_groups else []
+    digests = list(in_order(lambda g: hashlib.sha256(g).digest(), payloads, threads)) if hash_groups else []
     return Encoded(tables, payloads, digests)
 
 

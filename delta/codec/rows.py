@@ -22,7 +22,7 @@ from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.choose import ValuesChoice
 from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
-from deltacast.delta.codec.encode import each, encode_patches
+from deltacast.delta.codec.encode import encode_patches
 from deltacast.delta.codec.envelope import Envelope, as_format_error, dump_json, load_json
 from deltacast.delta.codec.header import check_parts, fill_entries
 from deltacast.delta.codec.layout import ENTRY, GROUP, SPAN, STREAM, Layout
@@ -266,9 +266,7 @@ def decode_round(
         ChecksumError, FormatError, TableError: as `read_rows`, and for the payload as `decode_update`.
     """
     parsed = rows if isinstance(rows, RoundRows) else read_rows(rows, table)
-    data = decode_entries(
-        parsed.checked, memoryview(payload).cast("B"), each=lambda function, count: each(function, count, threads)
-    )
+    data = decode_entries(parsed.checked, memoryview(payload).cast("B"), threads=threads)
     patches = tuple(_patches(parsed, table, data))
     return as_format_error(lambda: parsed.envelope.with_patches(patches), "the rows")
 
