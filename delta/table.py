@@ -162,6 +162,11 @@ class ParameterTable:
         """Bytes of all parameters: what a dense transfer would send."""
         return sum(meta.nbytes for meta in self.metas)
 
+    @property
+    def num_words(self) -> int:
+        """Words of all parameters: what densities are shares of."""
+        return sum(meta.num_words for meta in self.metas)
+
     def state_digest(self, fingerprints: NDArray[np.uint64]) -> str:
         """Return the digest of a whole state from its parameters' fingerprints, in table order.
 

@@ -7,6 +7,7 @@ knows no secret, so whoever reaches that interface can disturb a rendezvous, tho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import (
 from deltacast.delta.errors import TransportError
 from deltacast.engines.control import Deadline
 from deltacast.engines.opening import listening_socket
+from deltacast.engines.pace import Pace
 
 __all__ = ["PayloadGroup", "Rendezvous"]
 
@@ -63,7 +65,7 @@ class Rendezvous:
 
 
 class PayloadGroup:
-    """One generation's group: make it, `meet` or `join`, then `broadcast`. Collective methods run on every rank.
+    """One generation's group: make it, `meet` or `join`, then `post` and `wait`. Collective methods run on every rank.
 
     Args:
         rank: 0 for the trainer.
@@ -72,13 +74,23 @@ class PayloadGroup:
         device: `cpu` for Gloo, `cuda:N` for NCCL.
         timeout_s: ours; a collective that takes longer has failed.
         interface: this host's address that Gloo binds to; NCCL has its own variables for that.
+        pace: what rank 0 holds its payload to; None for as fast as it goes.
     """
 
     def __init__(
-        self, *, rank: int, world_size: int, generation: int, device: torch.device, timeout_s: float, interface: str
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        generation: int,
+        device: torch.device,
+        timeout_s: float,
+        interface: str,
+        pace: Pace | None = None,
     ) -> None:
         self.rank, self.world_size, self.generation, self.device = rank, world_size, generation, device
         self._timeout_s, self._interface = timeout_s, interface
+        self._pace = pace if rank == 0 else None
         self._backend: Any = None  # a Backend or None; torch's stubs leave out its collectives
         self._aborted = False
 
@@ -108,36 +120,79 @@ class PayloadGroup:
             raise TransportError(f"cannot reach the rendezvous at {host}:{port}: {err}") from err
         self.meet(store)
 
+    def post(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
+        """Broadcast rank 0's tensors into everybody's, as one operation. Collective.
+
+        NCCL: returns at once; ordered with the current stream, which waits for it. A peer that is gone shows in
+        `wait`. Gloo: blocks until it is done.
+
+        Args:
+            tensors: on the group's device, contiguous, of the same dtypes and sizes everywhere; rank 0's are only
+                read. Their memory must stay until the work is done.
+            deadline: for Gloo; with NCCL whoever waits holds the clock, and calls `abort`.
+
+        Raises:
+            DeadlineError: the deadline passed.
+            TransportError: a peer is gone. The group is unusable: close it.
+        """
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        if self._pace is not None:
+            self._pace.pass_on(sum(tensor.nbytes for tensor in tensors))
+        try:
+            if self.device.type == "cuda":
+                self._post_coalesced(tensors)
+            else:
+                for tensor in tensors:
+                    self._broadcast_piece(_flat_bytes(tensor), deadline.left_s("the payload group"))
+        except RuntimeError as err:
+            self._fail(err, deadline)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Block until what was posted on the current stream is done; with NCCL, until `abort` if a peer is gone.
+
+        Raises:
+            DeadlineError, TransportError: as `post`.
+        """
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            if self._backend is None:
+                raise TransportError("the payload group was closed meanwhile")
+        except RuntimeError as err:
+            self._fail(err, deadline)
+
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> None:
-        """Send rank 0's bytes into everybody's buffer, in a few large pieces. Collective; blocks.
+        """Send rank 0's bytes into everybody's host buffer, in a few large pieces. Collective; blocks.
 
         Args:
             buffer: flat uint8 on the host, the same size everywhere; rank 0's is only read.
             deadline: for all of it.
 
         Raises:
-            DeadlineError: the deadline passed.
-            TransportError: a peer is gone. The group is unusable: close it.
+            DeadlineError, TransportError: as `post`.
         """
-        try:
-            for start in range(0, buffer.numel(), _PIECE_BYTES):
-                piece = buffer[start : start + _PIECE_BYTES]
-                left_s = deadline.left_s("the payload group")
-                if self.device.type == "cpu":
-                    self._broadcast_piece(piece, left_s)
-                else:
-                    staged = piece.to(self.device)
-                    self._broadcast_piece(staged, left_s)
-                    piece.copy_(staged)
-        except RuntimeError as err:
-            # Without its traceback, which would keep the backend, and with it our connections, alive: closing
-            # them is what wakes peers that still wait for this rank.
-            cause = err.with_traceback(None)
-            self.abort()
-            if isinstance(err, TransportError):
-                raise cause from None
-            deadline.left_s("the payload group")
-            raise TransportError(f"the payload group broke: {cause}") from cause
+        for start in range(0, buffer.numel(), _PIECE_BYTES):
+            piece = buffer[start : start + _PIECE_BYTES]
+            staged = piece.to(self.device)
+            self.post([staged], deadline)
+            self.wait(deadline)
+            if self.rank and staged is not piece:
+                piece.copy_(staged)
+
+    def _post_coalesced(self, tensors: Sequence[torch.Tensor]) -> None:
+        backend = self._open_backend()
+        backend._start_coalescing()  # noqa: SLF001 - one launch for all of them has no other spelling
+        for tensor in tensors:
+            backend.broadcast([_flat_bytes(tensor)], BroadcastOptions())
+        backend._end_coalescing().wait()  # noqa: SLF001 - the current stream waits, not this thread
+
+    def _fail(self, err: RuntimeError, deadline: Deadline) -> None:
+        # Without its traceback, which would keep the backend, and with it our connections, alive: closing
+        # them is what wakes peers that still wait for this rank.
+        cause = err.with_traceback(None)
+        self.abort()
+        deadline.left_s("the payload group")
+        raise TransportError(f"the payload group broke: {cause}") from cause
 
     def abort(self) -> None:
         """Make running collectives fail, here and on peers that wait for this rank; unusable afterwards.
@@ -156,12 +211,14 @@ class PayloadGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(timeout_s, _LEAST_TIMEOUT_S))
-        backend = self._backend
-        if backend is None:
-            raise TransportError("the payload group is closed")
-        backend.broadcast([piece], options).wait()
+        self._open_backend().broadcast([piece], options).wait()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def _open_backend(self) -> Any:
+        if self._backend is None:
+            raise TransportError("the payload group is closed")
+        return self._backend
 
     def _gloo(self, store: Store) -> Backend:
         gloo: Any = ProcessGroupGloo  # torch's stubs leave out its options
@@ -177,3 +234,8 @@ class PayloadGroup:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
         return ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes: Gloo knows few dtypes."""
+    return tensor.view(-1).view(torch.uint8)

@@ -307,6 +307,17 @@ class Membership:
         for channel, err in send_all(tuple(heard), message, deadline, bulk).items():
             heard[channel].lost = str(err)
 
+    def tell_all(self, message: Message, deadline: Deadline, bulk: bytes = b"") -> None:
+        """Send a message to every member, from the payload's thread.
+
+        Raises:
+            TransportError: one cannot be told; it is lost.
+        """
+        self.tell(self.members, message, deadline, bulk)
+        lost = next((member for member in self.members if member.lost), None)
+        if lost is not None:
+            raise TransportError(f"worker {lost.name} cannot be told: {lost.lost}")
+
     def collect(
         self, cls: type[Answer], key: RoundKey, deadline: Deadline, have: dict[int, Answer] | None = None
     ) -> tuple[dict[int, Answer], dict[int, str]]:

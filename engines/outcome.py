@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from deltacast.delta.apply import Transaction
 from deltacast.delta.errors import RoundAbortedError
-from deltacast.delta.patch import WeightUpdate
-from deltacast.delta.table import ParameterTable
 from deltacast.engines.control import Deadline
 from deltacast.engines.membership import Member
+from deltacast.engines.payload import Outgoing
 from deltacast.engines.protocol import Ack, RoundKey, Verdict
 from deltacast.engines.report import RoundReport, StageTimes, WorkerVerdict
+from deltacast.store.baseline import Baseline
 
 __all__ = ["Outcome", "aborted", "report_of"]
 
@@ -23,7 +22,6 @@ class Outcome:
 
     Attributes:
         errors: by rank; rank 0 is the trainer's own side.
-        staged: the baseline's own next step, taken if the decision is COMMIT.
         commit_by: workers that have voted may have given up after this.
     """
 
@@ -35,38 +33,39 @@ class Outcome:
     ready_s: float = 0.0
     send_s: float = 0.0
     commit_s: float = 0.0
-    staged: Transaction | None = None
     commit_by: Deadline | None = None
 
 
-def report_of(
-    update: WeightUpdate, sent_bytes: int, table: ParameterTable, outcome: Outcome, members: Sequence[Member]
-) -> RoundReport:
+def report_of(payload: Outgoing, baseline: Baseline, outcome: Outcome, members: Sequence[Member]) -> RoundReport:
     """Return the report of a round, but for what the call around it knows."""
-    verdicts = outcome.verdicts.values()
+    verdicts, table = outcome.verdicts.values(), baseline.state.table
     return RoundReport(
-        run_id=update.run_id,
+        run_id=baseline.run_id,
         epoch=outcome.key.epoch,
         generation=outcome.key.generation,
         round=outcome.key.round,
-        base_version=update.base_version or 0,
-        target_version=update.target_version,
+        base_version=payload.base_version or 0,
+        target_version=payload.target_version,
         committed=outcome.committed,
-        num_changed=update.num_changed,
-        num_words=sum(meta.num_words for meta in table),
-        num_parameters=len(update.patches),
+        wire=payload.wire,
+        num_changed=payload.num_changed,
+        num_words=table.num_words,
+        num_parameters=payload.num_parameters,
         dense_bytes=table.nbytes,
-        sent_bytes=sent_bytes,
+        sent_bytes=payload.sent_bytes,
         times=StageTimes(
+            diff_s=payload.diff_s,
+            encode_s=payload.encode_s,
             ready_s=outcome.ready_s,
             send_s=outcome.send_s,
             apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
             audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
             commit_s=outcome.commit_s,
         ),
-        workers=tuple(_verdict_of(member, outcome, update.target_digest) for member in members),
+        workers=tuple(_verdict_of(member, outcome, payload.target_digest) for member in members),
         evicted=tuple(member.name for member in members if member.lost),
         error=outcome.errors.get(0, ""),
+        buffer_bytes=payload.buffer_bytes,
     )
 
 
@@ -81,6 +80,7 @@ def _verdict_of(member: Member, outcome: Outcome, target_digest: str) -> WorkerV
         audited_through=ack.audited_through if ack else -1,
         error=outcome.errors.get(member.rank, "") or member.lost or (ack.error if ack else ""),
         damaged=tuple(verdict.damaged) if verdict else (),
+        buffer_bytes=verdict.buffer_bytes if verdict else 0,
     )
 
 

@@ -27,8 +27,10 @@ from deltacast.delta.errors import ProtocolError
 __all__ = [
     "PROTOCOL_VERSION",
     "Ack",
+    "Chunk",
     "Decision",
     "DecisionLog",
+    "End",
     "Finish",
     "Form",
     "Formed",
@@ -139,6 +141,7 @@ class Hello(Message):
         version: the version I serve; -1 if none.
         digest: state digest of the bits that are there.
         damaged: parameters whose bits are not what I last agreed to.
+        wires: what I can receive.
     """
 
     kind: ClassVar[str] = "hello"
@@ -146,6 +149,7 @@ class Hello(Message):
     version: int
     digest: str
     damaged: list[str] = field(default_factory=list)
+    wires: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +183,52 @@ class Formed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Propose(Message):
-    """Trainer: the round's header (its rows ride beside it), before any payload.
+    """Trainer: what is coming, before any payload; the wire's own header rides beside it.
 
     Attributes:
+        wire: how the payload is written: `container`, `raw`, `coded` or `dense`.
+        base_version: -1 for a seed.
         receivers: ranks that apply it; the others drain the payload and vote with what they hold.
-        payload_bytes: what will be broadcast.
-        target_digest: what a COMMIT needs from everybody.
+        payload_bytes: what a receiver must have room for.
+        overlaps: receivers write while they receive, so that they serve nothing from the first chunk on.
+        target_digest: what a COMMIT needs from everybody; empty if only End says it.
     """
 
     kind: ClassVar[str] = "propose"
+    wire: str
     base_version: int
     target_version: int
     target_digest: str
     payload_bytes: int
+    overlaps: bool
     receivers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Message):
+    """Trainer: chunk `number` of a streamed payload comes next.
+
+    Attributes:
+        num_changes: how many changes it holds.
+        num_bytes: how many bytes it takes on a wire that codes it.
+    """
+
+    kind: ClassVar[str] = "chunk"
+    number: int
+    num_changes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class End(Message):
+    """Trainer: that was the payload; the changed parameters' sums ride beside this.
+
+    Attributes:
+        target_digest: what a COMMIT needs from everybody.
+    """
+
+    kind: ClassVar[str] = "end"
+    target_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +254,7 @@ class Verdict(Message):
     receive_s: float = 0.0
     apply_s: float = 0.0
     audit_s: float = 0.0
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +297,7 @@ class Finish(Message):
 
 
 _KINDS: Final[dict[str, type[Message]]] = {
-    cls.kind: cls for cls in (Hello, Welcome, Form, Formed, Propose, Ready, Verdict, Decision, Ack, Finish)
+    cls.kind: cls for cls in (Hello, Welcome, Form, Formed, Propose, Ready, Chunk, End, Verdict, Decision, Ack, Finish)
 }
 _PARSERS: Final[dict[str, type | tuple[type, type]]] = {
     "str": str,

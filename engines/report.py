@@ -45,6 +45,7 @@ class WorkerVerdict:
         audited_through: the newest version through which it rescanned every parameter; -1 if never.
         error: what it, or the connection to it, reported; empty if nothing.
         damaged: parameters whose bits it found changed behind our back.
+        buffer_bytes: extra memory that the round took there, by its bound.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class WorkerVerdict:
     audited_through: int
     error: str = ""
     damaged: tuple[str, ...] = ()
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class RoundReport:
         run_id, epoch, generation, round: which round this was.
         base_version, target_version: from and to.
         committed: whether `target_version` is now what everybody serves.
+        wire: how the payload was written: `raw`, `coded` or `container`.
         num_changed, num_words: words sent and words there are.
         num_parameters: parameters with a patch.
         dense_bytes: what sending everything would cost.
@@ -72,6 +75,7 @@ class RoundReport:
         workers: one verdict per worker of the round.
         repaired: `(rank, parameter)` sent whole before this round, after a worker found damage.
         evicted: names of workers that were dropped.
+        buffer_bytes: extra memory that the round took on the trainer, by its bound.
         seeded: names of workers that were seeded or repaired at a handshake before this round, with the reason.
         error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`. With
             `committed`, it is the client's call that failed after all workers had acknowledged.
@@ -84,6 +88,7 @@ class RoundReport:
     base_version: int
     target_version: int
     committed: bool
+    wire: str
     num_changed: int
     num_words: int
     num_parameters: int
@@ -95,6 +100,7 @@ class RoundReport:
     evicted: tuple[str, ...] = ()
     seeded: tuple[str, ...] = ()
     error: str = ""
+    buffer_bytes: int = 0
 
     @property
     def density(self) -> float:
@@ -121,8 +127,8 @@ class RoundReport:
         what = "committed" if self.committed else "ABORTED"
         return (
             f"{what} version {self.target_version} (from {self.base_version}): {self.density:.3%} changed, "
-            f"{self.sent_bytes} of {self.dense_bytes} bytes ({self.times_smaller:.1f} times smaller), verified by "
-            f"{self.num_verified} of {len(self.workers)} workers in {self.times.total_s * 1e3:.0f} ms"
+            f"{self.sent_bytes} of {self.dense_bytes} bytes ({self.wire}, {self.times_smaller:.1f} times smaller), "
+            f"verified by {self.num_verified} of {len(self.workers)} workers in {self.times.total_s * 1e3:.0f} ms"
         )
 
 

@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Self
 
-import numpy as np
-import torch
-
-from deltacast.delta.codec import EncodedRound, encode_round
+from deltacast.delta.codec import encode_round
 from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError, TransportError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
+from deltacast.engines.container_wire import ContainerOutgoing
 from deltacast.engines.control import Deadline, Task, wait_any
 from deltacast.engines.membership import Member, Membership
 from deltacast.engines.outcome import Outcome, aborted, report_of
+from deltacast.engines.payload import Outgoing
 from deltacast.engines.protocol import (
     TRAINER_STEPS,
     Ack,
@@ -32,6 +31,7 @@ from deltacast.engines.protocol import (
     DecisionLog,
     Finish,
     Machine,
+    Message,
     Propose,
     Ready,
     RoundKey,
@@ -212,8 +212,7 @@ class RoundTrainer(TrainerEngine):
 
     def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> bool:
         """Send the baseline, or some parameters of it; if that fails, those at fault are lost, or found damaged."""
-        update = self.baseline.seed(names)
-        outcome = self._round(update, self._encode(update), receivers, advance=False)
+        outcome = self._round(self._container(self.baseline.seed(names)), receivers)
         if not outcome.committed and 0 in outcome.errors:
             raise RoundAbortedError(f"catching up failed: {outcome.errors[0]}", version=self.baseline.version)
         damaged = self._note_damage(outcome)
@@ -252,100 +251,109 @@ class RoundTrainer(TrainerEngine):
 
     def _publish(self, optimizer_step: int | None, seeded: Sequence[str]) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
-        started = time.perf_counter()
-        target_version = max(self.baseline.version, self._workers.newest_reported) + 1
-        update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
-        diff_s = time.perf_counter() - started
-        encoded = self._encode(update)
-        encode_s = time.perf_counter() - started - diff_s
+        payload = self._next_payload(optimizer_step)
         self._workers.raise_client_error()  # before workers that it did not reach are asked for anything
-        outcome = self._round(update, encoded, self._workers.members, advance=True)
+        outcome = self._round(payload, self._workers.members)
         repaired: list[tuple[int, str]] = []
         damaged = self._note_damage(outcome)
         if damaged and not outcome.committed and not any(member.lost for member in self._workers.members):
             repaired = [(rank, name) for rank, names in damaged.items() for name in names]
             _LOG.warning("deltacast repairs %s", repaired)
             self._catch_up()
-            outcome = self._round(update, encoded, self._workers.members, advance=True)
+            payload = self._next_payload(optimizer_step)
+            outcome = self._round(payload, self._workers.members)
             self._note_damage(outcome)
-        report = report_of(update, encoded.num_bytes, self.baseline.state.table, outcome, self._workers.members)
+        report = report_of(payload, self.baseline, outcome, self._workers.members)
         return replace(
             report,
-            times=replace(report.times, diff_s=diff_s, encode_s=encode_s),
             repaired=tuple(repaired),
             seeded=tuple(seeded),
             evicted=(*self._workers.evicted, *report.evicted),
         )
 
-    def _encode(self, update: WeightUpdate) -> EncodedRound:
-        return encode_round(update, self.baseline.state.table, values=self._info.values, threads=self._info.threads)
+    def _next_payload(self, optimizer_step: int | None) -> Outgoing:
+        """Return what takes the workers from the baseline to the source's present bits."""
+        started = time.perf_counter()
+        target_version = max(self.baseline.version, self._workers.newest_reported) + 1
+        update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
+        diff_s = time.perf_counter() - started
+        payload = self._container(update)
+        payload.diff_s, payload.encode_s = diff_s, time.perf_counter() - started - diff_s
+        return payload
 
-    def _round(
-        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], *, advance: bool
-    ) -> Outcome:
+    def _container(self, update: WeightUpdate) -> Outgoing:
+        encoded = encode_round(update, self.baseline.state.table, values=self._info.values, threads=self._info.threads)
+        return ContainerOutgoing(update, encoded, self.baseline)
+
+    def _round(self, payload: Outgoing, receivers: Sequence[Member]) -> Outcome:
         """Run one round to its end: every live worker has acted on the decision, or is lost."""
         self._round_number += 1
         outcome = Outcome(self._key())
         self._machine.step("propose")
         try:
-            self._propose(update, encoded, receivers, outcome)
+            payload.begin()
+            self._propose(payload, receivers, outcome)
             if not outcome.errors:
                 self._machine.step("all ready")
-                self._send_payload(encoded, outcome)
+                self._send_payload(payload, outcome)
             if not outcome.errors:
                 self._machine.step("sent")
-                if advance:
-                    outcome.staged = self.baseline.stage(update)  # while the workers do the same
-                self._hear_verdicts(update, outcome)
+                payload.stage()  # while the workers do the same
+                self._hear_verdicts(payload, outcome)
         except BaseException as err:
             outcome.errors[0] = f"{type(err).__name__}: {err}"
             raise
         finally:  # whatever happened, there is a decision and everybody is told
-            self._end(update, outcome)
+            self._end(payload, outcome)
         return outcome
 
-    def _end(self, update: WeightUpdate, outcome: Outcome) -> None:
+    def _end(self, payload: Outgoing, outcome: Outcome) -> None:
         """Settle the round; if that fails, nobody can say who heard what, so that every member must come again."""
         try:
-            self._settle(update, outcome)
+            self._settle(payload, outcome)
         except BaseException as err:
             self._workers.lose_all(f"the trainer failed at its decision: {type(err).__name__}: {err}")
             self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
             raise
 
-    def _propose(
-        self, update: WeightUpdate, encoded: EncodedRound, receivers: Sequence[Member], outcome: Outcome
-    ) -> None:
+    def _propose(self, payload: Outgoing, receivers: Sequence[Member], outcome: Outcome) -> None:
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         propose = Propose(
             self._info.run_id,
             outcome.key,
-            base_version=-1 if update.base_version is None else update.base_version,
-            target_version=update.target_version,
-            target_digest=update.target_digest,
-            payload_bytes=sum(len(group) for group in encoded.groups),
+            wire=payload.wire,
+            base_version=-1 if payload.base_version is None else payload.base_version,
+            target_version=payload.target_version,
+            target_digest=payload.target_digest,
+            payload_bytes=payload.payload_bytes,
+            overlaps=payload.overlaps,
             receivers=[member.rank for member in receivers],
         )
-        self._workers.tell(self._workers.members, propose, deadline, encoded.rows)
+        self._workers.tell(self._workers.members, propose, deadline, payload.header)
         ready, errors = self._workers.collect(Ready, outcome.key, deadline)
         outcome.errors |= errors | {rank: answer.error for rank, answer in ready.items() if answer.error}
         outcome.ready_s = time.perf_counter() - started
 
-    def _send_payload(self, encoded: EncodedRound, outcome: Outcome) -> None:
+    def _send_payload(self, payload: Outgoing, outcome: Outcome) -> None:
         """Broadcast; a worker that is lost meanwhile ends it."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        buffer, group = _joined(encoded.groups), self._workers.group
+        group, key = self._workers.group, outcome.key
         assert group is not None
 
+        def tell(message: Message, bulk: bytes) -> None:
+            self._workers.tell_all(message, deadline, bulk)
+
         def send() -> None:
-            group.broadcast(buffer, deadline)
+            payload.send(key, group, tell, deadline)
             outcome.commit_by = Deadline(self._info.timeout_s)  # from here: no worker can have voted earlier
 
         task = Task("payload", send)
         try:
+            payload.produce()
             self._watch_payload(task, outcome)
         finally:
             if not task.done or task.error is not None:
+                payload.discard()  # wakes a thread that still waits for something to send
                 self._workers.drop_group()
             ended = task.join(self._info.timeout_s)
         if not ended:
@@ -369,17 +377,17 @@ class RoundTrainer(TrainerEngine):
         lost = {member.rank: member.lost for member in self._workers.members if member.lost}
         return lost or {0: str(error)}
 
-    def _hear_verdicts(self, update: WeightUpdate, outcome: Outcome) -> None:
+    def _hear_verdicts(self, payload: Outgoing, outcome: Outcome) -> None:
         assert outcome.commit_by is not None
         outcome.verdicts, errors = self._workers.collect(Verdict, outcome.key, outcome.commit_by, outcome.verdicts)
         outcome.errors |= errors
         for rank, verdict in outcome.verdicts.items():
             if verdict.error:
                 outcome.errors[rank] = verdict.error
-            elif verdict.digest != update.target_digest:
-                outcome.errors[rank] = f"digest {verdict.digest}, expected {update.target_digest}"
+            elif verdict.digest != payload.target_digest:
+                outcome.errors[rank] = f"digest {verdict.digest}, expected {payload.target_digest}"
 
-    def _settle(self, update: WeightUpdate, outcome: Outcome) -> None:
+    def _settle(self, payload: Outgoing, outcome: Outcome) -> None:
         """Write the record, act on it, and hear that everybody else did."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         members = self._workers.members
@@ -389,12 +397,14 @@ class RoundTrainer(TrainerEngine):
         outcome.committed = self.decisions.decide(outcome.key, commit=unanimous)
         self._machine.step("decide")
         if outcome.committed:
-            self._workers.newest_reported = max(self._workers.newest_reported, update.target_version)
+            self._workers.newest_reported = max(self._workers.newest_reported, payload.target_version)
         if len(outcome.verdicts) < len(members):
             self._workers.drop_group()  # wakes workers that still wait for payload
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
-        if outcome.committed and outcome.staged is not None:
-            self.baseline.advance(outcome.staged)
+        if outcome.committed:
+            payload.advance()
+        else:
+            payload.discard()
         outcome.acks, errors = self._workers.collect(Ack, outcome.key, deadline)
         for member in members:
             ack = outcome.acks.get(member.rank)
@@ -407,12 +417,3 @@ class RoundTrainer(TrainerEngine):
 
     def _key(self) -> RoundKey:
         return RoundKey(self._info.epoch, self._workers.generation, self._round_number)
-
-
-def _joined(groups: Sequence[bytes]) -> torch.Tensor:
-    buffer = np.empty(sum(len(group) for group in groups), np.uint8)
-    place = 0
-    for group in groups:
-        buffer[place : place + len(group)] = np.frombuffer(group, np.uint8)
-        place += len(group)
-    return torch.from_numpy(buffer)

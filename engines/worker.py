@@ -18,8 +18,6 @@ from typing import Any, Final
 
 import torch
 
-from deltacast.delta.apply import Transaction, TransactionState
-from deltacast.delta.codec import RoundRows, decode_round, read_rows
 from deltacast.delta.errors import (
     BaseError,
     CorruptionError,
@@ -32,13 +30,17 @@ from deltacast.delta.errors import (
 from deltacast.delta.sources import WeightSource, checked
 from deltacast.delta.state import Damage, WeightState
 from deltacast.engines.base import ServingStatus, WorkerEngine, WorkerInitInfo, WorkerStatus
+from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.opening import connect
+from deltacast.engines.payload import Inbox, Incoming, Limits
 from deltacast.engines.protocol import (
     WORKER_STEPS,
     Ack,
+    Chunk,
     Decision,
+    End,
     Finish,
     Form,
     Formed,
@@ -62,14 +64,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Round:
-    """One round in progress."""
+    """One round in progress; `payload` is None if this worker was not READY, and once it is undone."""
 
     propose: Propose
-    rows: RoundRows | None
     deadline: Deadline
-    buffer: torch.Tensor
     served_before: ServingStatus
-    transaction: Transaction | None = None
+    payload: Incoming | None = None
     error: str = ""
     receive_s: float = 0.0
     apply_s: float = 0.0
@@ -186,7 +186,8 @@ class RoundWorker(WorkerEngine):
         name = f"{socket.gethostname()}:{os.getpid()}"
         version = -1 if self._state.version is None else self._state.version
         names = [item.parameter for item in damage]
-        return Hello(self._run_id, RoundKey(self._epoch, 0, 0), name, version, self._state.digest, names)
+        key = RoundKey(self._epoch, 0, 0)
+        return Hello(self._run_id, key, name, version, self._state.digest, names, self._wires())
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.action == "refuse":
@@ -256,7 +257,7 @@ class RoundWorker(WorkerEngine):
         """Take part in one round: whatever happens, what is written is decided, or restored."""
         self._machine.step("propose")
         deadline = Deadline(info.timeout_s * 2)  # the others get ready, and the payload comes
-        current = _Round(propose, None, deadline, torch.empty(0, dtype=torch.uint8), self._serving)
+        current = _Round(propose, deadline, self._serving)
         try:
             decision = self._until_decided(current, rows, info)
             ack = self._obey(current, commit=decision.commit)
@@ -280,18 +281,30 @@ class RoundWorker(WorkerEngine):
             self._machine.step("voted")
         return self._await_decision(key, Deadline(info.decision_timeout_s))
 
-    def _prepare(self, current: _Round, rows: bytes) -> str:
-        """Check everything that can be checked without the payload, and take the buffer for it; say what is wrong."""
+    def _prepare(self, current: _Round, header: bytes) -> str:
+        """Check everything that can be checked without the payload, and take the room for it; say what is wrong."""
         propose = current.propose
         try:
             self._check_propose(propose)
-            if self._rank in propose.receivers:
-                current.rows = read_rows(rows, self._state.table)
-                self._check_rows(propose, current.rows)
-            current.buffer = torch.empty(propose.payload_bytes, dtype=torch.uint8)
+            current.payload = self._incoming(propose, header)
         except Exception as err:  # noqa: BLE001 - the round's boundary: the trainer must hear
             return _describe(err)
         return ""
+
+    def _incoming(self, propose: Propose, header: bytes) -> Incoming:
+        limits = Limits(self._undo_budget_bytes, self._max_payload_bytes, self._state.threads)
+        if propose.wire == "container":
+            if self._rank not in propose.receivers:
+                return ContainerDrain(propose)
+            return ContainerIncoming(propose, header, self._state, limits, self._stop_serving)
+        raise ProtocolError("unknown wire", expected=f"one of {', '.join(self._wires())}", found=propose.wire)
+
+    def _wires(self) -> list[str]:
+        return ["container"]
+
+    def _stop_serving(self) -> None:
+        """From the first write to the decision nothing is served."""
+        self._serving = ServingStatus.EMPTY
 
     def _check_propose(self, propose: Propose) -> None:
         if self._group is None:
@@ -302,45 +315,35 @@ class RoundWorker(WorkerEngine):
         if propose.payload_bytes < 0 or (limit is not None and propose.payload_bytes > limit):
             raise InputError("payload too large", expected=f"at most {limit} bytes", found=propose.payload_bytes)
 
-    def _check_rows(self, propose: Propose, rows: RoundRows) -> None:
-        state, header = self._state, rows.envelope
-        if header.run_id != propose.run_id or header.target_digest != propose.target_digest:
-            raise ProtocolError("rows of another round", expected=propose.target_digest, found=header.target_digest)
-        if rows.checked.payload_bytes != propose.payload_bytes:
-            raise ProtocolError(
-                "rows of another payload", expected=propose.payload_bytes, found=rows.checked.payload_bytes
-            )
-        if header.base_version is None:
-            return
-        if header.base_version != state.version or header.base_digest != state.digest:
-            raise BaseError(
-                "wrong base",
-                version=header.target_version,
-                expected=f"version {state.version} with {state.digest}",
-                found=f"version {header.base_version} with {header.base_digest}",
-            )
-        if self._undo_budget_bytes is not None and rows.values_bytes > self._undo_budget_bytes:
-            raise InputError(
-                "undo would exceed its budget",
-                expected=f"at most {self._undo_budget_bytes} bytes",
-                found=rows.values_bytes,
-            )
-
     def _receive_payload(self, current: _Round) -> Decision | None:
         """Drain the payload; a decision that comes first (it can only be ABORT) ends the wait and is returned."""
         started = time.perf_counter()
-        group, channel = self._group, self._connected()
+        group, payload, inbox, deadline = self._group, current.payload, Inbox(), current.deadline
         assert group is not None
-        task = Task("payload", lambda: group.broadcast(current.buffer, current.deadline))
+        assert payload is not None
+        task = Task("payload", lambda: payload.receive(group, inbox, deadline))
         try:
-            ready = wait_any([channel], Deadline(current.deadline.seconds * 2), task)
-            decision = None
-            if isinstance(ready, Channel) and not task.done:
-                decision = self._await_decision(current.propose.key, current.deadline)
+            decision = self._pass_on(current, inbox, task)
         finally:
-            self._end_payload(task, current.deadline.seconds)
+            inbox.put(None)
+            self._end_payload(task, deadline.seconds)
         current.receive_s = time.perf_counter() - started
         return decision
+
+    def _pass_on(self, current: _Round, inbox: Inbox, task: Task) -> Decision | None:
+        """Pass on what the trainer tells of the payload, until that has ended or a decision comes."""
+        deadline, channel = Deadline(current.deadline.seconds * 2), self._connected()
+        while isinstance(wait_any([channel], deadline, task), Channel) and not task.done:
+            frame = channel.poll()
+            if frame is None:
+                continue
+            message = frame[0]
+            if isinstance(message, Decision):
+                return self._same_round(message, current.propose.key)
+            if not isinstance(message, (Chunk, End)) or message.key != current.propose.key:
+                raise ProtocolError("a message out of turn in the middle of a payload", found=message.kind)
+            inbox.put(frame)
+        return None
 
     def _end_payload(self, task: Task, timeout_s: float) -> None:
         if not task.done or task.error is not None:
@@ -372,23 +375,17 @@ class RoundWorker(WorkerEngine):
             current.receive_s,
             current.apply_s,
             current.audit_s,
+            current.payload.buffer_bytes if current.payload else 0,
         )
 
     def _apply(self, current: _Round) -> None:
-        state = self._state
         if self._group is None:
             raise TransportError("the payload did not arrive")
-        if current.rows is None:
-            return
-        update = decode_round(current.rows, current.buffer.numpy().data, state.table, threads=state.threads)
-        current.transaction = Transaction.stage(
-            state, update, undo=not update.is_seed, undo_budget_bytes=self._undo_budget_bytes
-        )
-        self._serving = ServingStatus.EMPTY  # until the decision
-        current.transaction.write()
+        assert current.payload is not None
+        current.payload.apply()
 
     def _audit(self, current: _Round, info: WorkerInitInfo) -> list[Damage]:
-        seeded = current.rows is not None and current.rows.envelope.base_version is None
+        seeded = current.payload is not None and current.payload.is_seed
         known_damage = current.served_before is ServingStatus.EMPTY
         if seeded or known_damage or info.audit == "full":
             return self._state.audit()
@@ -397,7 +394,12 @@ class RoundWorker(WorkerEngine):
         return self._state.audit_rolling(current.propose.target_version, info.audit)
 
     def _await_decision(self, key: RoundKey, deadline: Deadline) -> Decision:
-        decision = expect(self._connected().receive(deadline)[0], Decision)
+        message = self._connected().receive(deadline)[0]
+        while isinstance(message, (Chunk, End)) and message.key == key:  # of a payload that broke on this side
+            message = self._connected().receive(deadline)[0]
+        return self._same_round(expect(message, Decision), key)
+
+    def _same_round(self, decision: Decision, key: RoundKey) -> Decision:
         if decision.key != key:
             raise ProtocolError("a decision of another round", expected=key, found=decision.key)
         return decision
@@ -409,31 +411,28 @@ class RoundWorker(WorkerEngine):
             damaged = self._undo(current)
         elif current.error:
             raise ProtocolError("a COMMIT that this worker did not vote for", found=current.error)
-        elif current.transaction is not None:
-            self._keep(current.transaction)
+        elif current.payload is not None:
+            self._keep(current.payload)
         error = f"weights are damaged: {damaged[0]}" if damaged else ""
         version = -1 if self._state.version is None else self._state.version
         through = -1 if self._state.audited_through is None else self._state.audited_through
         names = [item.parameter for item in damaged]
         return Ack(self._run_id, current.propose.key, version, self._state.digest, through, error, names)
 
-    def _keep(self, transaction: Transaction) -> None:
-        update = transaction.update
-        transaction.commit()
-        self._serving = ServingStatus.SERVING
-        if update.base_version == update.target_version:
-            self._repaired += [patch.name for patch in update.patches]
-        elif not update.is_seed:
-            self._published = True
+    def _keep(self, payload: Incoming) -> None:
+        payload.commit()
+        if not payload.drains:
+            self._serving = ServingStatus.SERVING
+        self._repaired += payload.repairs
+        self._published = self._published or payload.publishes
 
     def _undo(self, current: _Round) -> list[Damage]:
         """Restore and audit; where that fails or finds damage, nothing is served any more."""
         serving = ServingStatus.LOST if self._serving is ServingStatus.LOST else current.served_before
         self._serving = serving if serving is ServingStatus.LOST else ServingStatus.EMPTY
-        transaction = current.transaction
-        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
-            transaction.rollback()
-        current.transaction = None
+        payload, current.payload = current.payload, None
+        if payload is not None:
+            payload.rollback()
         damaged = self._state.audit()
         if not damaged and self._state.version is not None:
             self._serving = serving

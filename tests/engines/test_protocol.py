@@ -13,8 +13,10 @@ from deltacast.engines.protocol import (
     TRAINER_STEPS,
     WORKER_STEPS,
     Ack,
+    Chunk,
     Decision,
     DecisionLog,
+    End,
     Finish,
     Form,
     Formed,
@@ -39,12 +41,14 @@ MESSAGES = [
     Welcome("run", KEY, "seed", 4, "why"),
     Form("run", KEY, "::1", 5, 1, 2),
     Formed("run", KEY, "no"),
-    Propose("run", KEY, -1, 1, "xxh3_128:11", 7, [1, 2]),
+    Propose("run", KEY, "container", -1, 1, "xxh3_128:11", 7, False, [1, 2]),
     Ready("run", KEY),
     Verdict("run", KEY, "xxh3_128:22", "bad", ["p", "q"], 0.5, 1.5, 2.0),
     Decision("run", KEY, commit=True),
     Ack("run", KEY, 4, "xxh3_128:33", 3),
     Finish("run", KEY, 4, 9, "mödel"),
+    Chunk("run", KEY, 3, 70_000, 9),
+    End("run", KEY, "xxh3_128:11"),
 ]
 
 

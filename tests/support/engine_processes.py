@@ -112,7 +112,7 @@ class DyingTrainer(SparseNcclTrainer):
         if step == wanted and self._round_number == at_round:
             os.kill(os.getpid(), how)
 
-    def _propose(self, update: Any, encoded: Any, receivers: Any, outcome: Any) -> None:
+    def _propose(self, payload: Any, receivers: Any, outcome: Any) -> None:
         self._maybe_die("idle")
         tell = self._workers.tell
 
@@ -121,22 +121,22 @@ class DyingTrainer(SparseNcclTrainer):
             self._maybe_die("proposed")
 
         self._workers.tell = tell_and_die  # type: ignore[assignment, method-assign]
-        super()._propose(update, encoded, receivers, outcome)
+        super()._propose(payload, receivers, outcome)
         self._workers.tell = tell  # type: ignore[method-assign]
 
-    def _send_payload(self, encoded: Any, outcome: Any) -> None:
+    def _send_payload(self, payload: Any, outcome: Any) -> None:
         self._maybe_die("all ready")
-        super()._send_payload(encoded, outcome)
+        super()._send_payload(payload, outcome)
 
     def _watch_payload(self, task: Any, outcome: Any) -> None:
         self._maybe_die("sending")
         super()._watch_payload(task, outcome)
 
-    def _hear_verdicts(self, update: Any, outcome: Any) -> None:
+    def _hear_verdicts(self, payload: Any, outcome: Any) -> None:
         self._maybe_die("sent")
-        super()._hear_verdicts(update, outcome)
+        super()._hear_verdicts(payload, outcome)
 
-    def _settle(self, update: Any, outcome: Any) -> None:
+    def _settle(self, payload: Any, outcome: Any) -> None:
         self._maybe_die("all voted")
         tell = self._workers.tell
 
@@ -147,7 +147,7 @@ class DyingTrainer(SparseNcclTrainer):
             self._maybe_die("all told")
 
         self._workers.tell = tell_one_by_one  # type: ignore[assignment, method-assign]
-        super()._settle(update, outcome)
+        super()._settle(payload, outcome)
         self._workers.tell = tell  # type: ignore[method-assign]
         self._maybe_die("settled")
 

@@ -1,0 +1,170 @@
+"""The `container` wire: an update's groups (docs/format.md), encoded whole, sent in one piece, staged, then applied.
+
+For any tensors on any device, and any density: the update is made and applied on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from deltacast.delta.apply import Transaction, TransactionState
+from deltacast.delta.codec import EncodedRound, RoundRows, decode_round, read_rows
+from deltacast.delta.errors import BaseError, InputError, ProtocolError
+from deltacast.delta.patch import WeightUpdate
+from deltacast.delta.state import WeightState
+from deltacast.engines.control import Deadline
+from deltacast.engines.group import PayloadGroup
+from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Tell
+from deltacast.engines.protocol import Propose, RoundKey
+from deltacast.store.baseline import Baseline
+
+__all__ = ["ContainerDrain", "ContainerIncoming", "ContainerOutgoing"]
+
+
+class ContainerOutgoing(Outgoing):
+    """An encoded update.
+
+    Args:
+        update: what it holds; made for the baseline as it is.
+        encoded: its rows and groups.
+        baseline: what `advance` moves.
+    """
+
+    wire = "container"
+
+    def __init__(self, update: WeightUpdate, encoded: EncodedRound, baseline: Baseline) -> None:
+        self._update, self._encoded, self._baseline = update, encoded, baseline
+        self._staged: Transaction | None = None
+        self.base_version, self.target_version = update.base_version, update.target_version
+        self.target_digest = update.target_digest
+        self.header = encoded.rows
+        self.payload_bytes = sum(len(group) for group in encoded.groups)
+        self.num_changed, self.num_parameters = update.num_changed, len(update.patches)
+        self.sent_bytes = encoded.num_bytes
+
+    def send(self, key: RoundKey, group: PayloadGroup, tell: Tell, deadline: Deadline) -> None:  # noqa: ARG002
+        """See `Outgoing`."""
+        group.broadcast(_joined(self._encoded.groups), deadline)
+
+    def stage(self) -> None:
+        """See `Outgoing`. Seeds and repairs leave the baseline where it is."""
+        if self.target_version != self._baseline.version:
+            self._staged = self._baseline.stage(self._update)
+
+    def advance(self) -> None:
+        """See `Outgoing`."""
+        if self._staged is not None:
+            self._baseline.advance(self._staged)
+
+
+class ContainerIncoming(Incoming):
+    """A container's rows, checked against the state, and the buffer that its groups will fill.
+
+    Args:
+        propose: what the trainer said.
+        rows: what came beside it.
+        state: the weights.
+        limits: what may be used.
+        on_write: called right before the first write.
+
+    Raises:
+        FormatError, TableError, ProtocolError, BaseError: the rows are not a round for this state.
+        InputError: undo would exceed its budget.
+    """
+
+    def __init__(
+        self, propose: Propose, rows: bytes, state: WeightState, limits: Limits, on_write: Callable[[], None]
+    ) -> None:
+        self._state, self._limits, self._on_write = state, limits, on_write
+        self._rows = read_rows(rows, state.table)
+        self._check(propose, self._rows)
+        header = self._rows.envelope
+        self.is_seed = header.base_version is None
+        self.publishes = not self.is_seed and header.base_version != header.target_version
+        self._transaction: Transaction | None = None
+        self._buffer = torch.empty(propose.payload_bytes, dtype=torch.uint8)
+        self.buffer_bytes = propose.payload_bytes + self._rows.values_bytes
+
+    def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """See `Incoming`."""
+        group.broadcast(self._buffer, deadline)
+
+    def apply(self) -> None:
+        """See `Incoming`. Everything is staged and checked before the first write."""
+        update = decode_round(self._rows, self._buffer.numpy().data, self._state.table, threads=self._limits.threads)
+        if update.base_version == update.target_version:
+            self.repairs = tuple(patch.name for patch in update.patches)
+        self._transaction = Transaction.stage(
+            self._state, update, undo=not update.is_seed, undo_budget_bytes=self._limits.undo_budget_bytes
+        )
+        self._on_write()
+        self._transaction.write()
+
+    def commit(self) -> None:
+        """See `Incoming`."""
+        if self._transaction is not None:
+            self._transaction.commit()
+
+    def rollback(self) -> None:
+        """See `Incoming`."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
+            transaction.rollback()
+
+    def _check(self, propose: Propose, rows: RoundRows) -> None:
+        state, header, budget = self._state, rows.envelope, self._limits.undo_budget_bytes
+        if header.run_id != propose.run_id or header.target_digest != propose.target_digest:
+            raise ProtocolError("rows of another round", expected=propose.target_digest, found=header.target_digest)
+        if rows.checked.payload_bytes != propose.payload_bytes:
+            raise ProtocolError(
+                "rows of another payload", expected=propose.payload_bytes, found=rows.checked.payload_bytes
+            )
+        if header.base_version is None:
+            return
+        if header.base_version != state.version or header.base_digest != state.digest:
+            raise BaseError(
+                "wrong base",
+                version=header.target_version,
+                expected=f"version {state.version} with {state.digest}",
+                found=f"version {header.base_version} with {header.base_digest}",
+            )
+        if budget is not None and rows.values_bytes > budget:
+            raise InputError(
+                "undo would exceed its budget", expected=f"at most {budget} bytes", found=rows.values_bytes
+            )
+
+
+class ContainerDrain(Incoming):
+    """A payload that is for other workers."""
+
+    publishes = False
+    drains = True
+
+    def __init__(self, propose: Propose) -> None:
+        self._buffer = torch.empty(propose.payload_bytes, dtype=torch.uint8)
+        self.buffer_bytes = propose.payload_bytes
+
+    def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:  # noqa: ARG002
+        """See `Incoming`."""
+        group.broadcast(self._buffer, deadline)
+
+    def apply(self) -> None:
+        """Nothing of it is ours."""
+
+    def commit(self) -> None:
+        """Nothing of it is ours."""
+
+    def rollback(self) -> None:
+        """Nothing of it is ours."""
+
+
+def _joined(groups: Sequence[bytes]) -> torch.Tensor:
+    buffer = np.empty(sum(len(group) for group in groups), np.uint8)
+    place = 0
+    for group in groups:
+        buffer[place : place + len(group)] = np.frombuffer(group, np.uint8)
+        place += len(group)
+    return torch.from_numpy(buffer)

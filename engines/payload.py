@@ -1,0 +1,169 @@
+"""What a round carries: one class per wire and side, behind which the protocol does not look.
+
+`Outgoing` is the trainer's side, `Incoming` a worker's. `container_wire.py` sends an update's groups whole,
+`chunk_wire.py` streams chunks while they are made and applied, `dense_wire.py` sends parameters whole. What is told
+beside the payload (lengths, sums) goes over the control connections, as messages of `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from deltacast.delta.errors import DeadlineError, TransportError
+from deltacast.engines.control import Deadline, Frame
+from deltacast.engines.group import PayloadGroup
+from deltacast.engines.protocol import Message, RoundKey
+
+__all__ = ["Inbox", "Incoming", "Limits", "Outgoing", "Tell"]
+
+Tell: TypeAlias = Callable[[Message, bytes], None]
+"""Sends a message, and bulk beside it, to every worker; raises TransportError if one cannot be told."""
+
+
+class Outgoing(ABC):
+    """One round's payload on the trainer's side.
+
+    The trainer calls `begin`, and once everybody is READY `produce` on its own thread and `send` on the payload's
+    thread, side by side; then `stage` while the workers vote; then `advance` at COMMIT or `discard` at ABORT. Every
+    call but `advance` leaves the baseline as it is. `discard` comes after whatever failed, and may come twice.
+
+    Attributes:
+        wire: what `Propose.wire` says.
+        base_version: None for a seed.
+        target_version: of the round.
+        target_digest: what every worker must hold; may be empty until `send` has returned.
+        header: rides beside PROPOSE.
+        payload_bytes: what a worker must have room for.
+        overlaps: whether workers write while they receive.
+        num_changed, num_parameters, sent_bytes: for the report; final once `send` has returned.
+        buffer_bytes: extra memory on the trainer's device and host, by its bound.
+    """
+
+    wire: str
+    base_version: int | None
+    target_version: int
+    target_digest: str = ""
+    header: bytes = b""
+    payload_bytes: int = 0
+    overlaps: bool = False
+    num_changed: int = 0
+    num_parameters: int = 0
+    sent_bytes: int = 0
+    buffer_bytes: int = 0
+    diff_s: float = 0.0
+    encode_s: float = 0.0
+
+    def begin(self) -> None:  # noqa: B027 - only streamed payloads have work that needs nobody's READY
+        """Start what can be done before the workers are READY."""
+
+    def produce(self) -> None:  # noqa: B027 - likewise
+        """Make what `send` sends, if that is not done yet. On the trainer's thread: it reads the source."""
+
+    @abstractmethod
+    def send(self, key: RoundKey, group: PayloadGroup, tell: Tell, deadline: Deadline) -> None:
+        """Send everything; returns once it has left. On the payload's thread, collective.
+
+        Raises:
+            DeadlineError, TransportError: it did not leave; the group is of no more use.
+        """
+
+    def stage(self) -> None:  # noqa: B027 - only some have anything to prepare
+        """Prepare the baseline's own step."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Move the baseline to the target version by applying what was sent. The decision is COMMIT."""
+
+    def discard(self) -> None:  # noqa: B027 - only streamed payloads hold on to anything
+        """Let go of whatever the round holds."""
+
+
+class Inbox:
+    """What the trainer tells during a payload, on its way from the thread that hears it to the payload's thread."""
+
+    def __init__(self) -> None:
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+
+    def put(self, frame: Frame | None) -> None:
+        """Pass a frame on; None means that nothing more will come."""
+        self._frames.put(frame)
+
+    def get(self, deadline: Deadline) -> Frame:
+        """Wait for the next frame.
+
+        Raises:
+            DeadlineError: it did not come.
+            TransportError: nothing more will come.
+        """
+        try:
+            frame = self._frames.get(timeout=deadline.left_s("the trainer"))
+        except queue.Empty:
+            raise DeadlineError("the trainer went silent in the middle of a payload") from None
+        if frame is None:
+            raise TransportError("the payload was cut off")
+        return frame
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker lets a round use.
+
+    Attributes:
+        undo_budget_bytes: refuse rounds whose undo log needs more; None for no bound.
+        max_payload_bytes: likewise for the payload's buffers.
+        threads: for decoding.
+    """
+
+    undo_budget_bytes: int | None
+    max_payload_bytes: int | None
+    threads: int
+
+
+class Incoming(ABC):
+    """One round's payload on a worker's side. Making one checks all that can be checked before READY.
+
+    The worker calls `receive` on the payload's thread, then `apply`, then `commit` or `rollback`. Where `overlaps`,
+    `receive` writes already; else `apply` is the first to write. After `rollback` the weights are the base's, or
+    the state says that it has no version.
+
+    Attributes:
+        is_seed: needs no base; has no undo.
+        publishes: moves the worker to a new version.
+        drains: only takes the payload, which is for others, so that they get it.
+        repairs: parameters that it sends whole to mend them.
+        buffer_bytes: extra memory that it holds, by its bound.
+    """
+
+    is_seed: bool = False
+    publishes: bool = True
+    drains: bool = False
+    repairs: tuple[str, ...] = ()
+    buffer_bytes: int = 0
+
+    @abstractmethod
+    def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:
+        """Take the whole payload. Collective; on the payload's thread.
+
+        Raises:
+            DeadlineError, TransportError: it did not come whole.
+        """
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Check everything, write what is not written yet, and move the state to the target version.
+
+        Raises:
+            DeltacastError: something is not as promised; `rollback` must follow.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Let go of the undo log: the version stands."""
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """Restore what was overwritten; may be called at any point, and again."""
