@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from deltacast.delta.kernels import (
+    Arena,
     ParamGroup,
     RawChunk,
     UndoLog,
@@ -38,6 +39,7 @@ from deltacast.delta.kernels.language import constexpr, jit, tensor, tl
 
 DENSITIES = (0.0005, 0.01, 0.08, 0.5)
 APPLY_DENSITY = 0.01
+CHUNK_BLOCKS = 8192
 
 
 @dataclass(frozen=True)
@@ -136,44 +138,84 @@ def bench(model: str, shapes: list[tuple[int, ...]], copy_bytes_per_ms: float) -
     new = [torch.empty_like(old) for old in baseline]
     group = ParamGroup(baseline, new)
     words = sum(group.num_words)
-    scratch = masks(group, group.num_blocks)
-    sums = torch.zeros(3, group.num_params, dtype=torch.int64, device="cuda")
     floor = read_floor(words, copy_bytes_per_ms)
-    audit = median_ms(lambda: audit_group(group, sums[0]))
+    sums = torch.zeros(group.num_params, dtype=torch.int64, device="cuda")
+    audit = median_ms(lambda: audit_group(group, sums))
     rows = [Row(model, "audit", None, audit, 2 * words / copy_bytes_per_ms)]
     for density in DENSITIES:
         found = change(baseline, new, density)
-        chunk = RawChunk.allocate(group, group.num_blocks, found)
-
-        plain = partial(diff_group, group, chunk, sums=sums, scratch=scratch)
-        rows += [
-            Row(model, "diff", density, median_ms(plain), floor),
-            Row(model, "diff + audit of the baseline", density, median_ms(partial(plain, audit_baseline=True)), floor),
-            Row(model, "ne + nonzero + gather", density, median_ms(lambda: stock_diff(baseline, new)), floor),
-        ]
-        if chunk.read_total() != found:
-            raise AssertionError(f"{chunk.read_total()} changes found, {found} made")
+        rows.append(bench_chunks(model, group, density, found, floor))
+        chunk, more = bench_diff(model, group, density, found, floor)
+        rows += more
+        stock = median_ms(lambda: stock_diff(baseline, new))
+        rows.append(Row(model, "ne + nonzero + gather", density, stock, floor))
         if density == APPLY_DENSITY:
             rows += bench_apply(model, group, chunk, density, copy_bytes_per_ms)
         del chunk
     return rows
 
 
+def bench_diff(model: str, group: ParamGroup, density: float, changes: int, floor: float) -> tuple[RawChunk, list[Row]]:
+    """Measure the diff of everything as one chunk, and return it."""
+    arena = Arena(group, changes, 1)
+    chunk = arena.chunk(0, group.num_blocks)
+    sums = torch.zeros(3, group.num_params, dtype=torch.int64, device="cuda")
+    plain = partial(diff_group, group, chunk, sums=sums, scratch=masks(group, group.num_blocks))
+    audited = partial(plain, audit_baseline=True)
+    rows = [
+        Row(model, "diff", density, median_ms(plain), floor),
+        Row(model, "diff + audit of the baseline", density, median_ms(audited), floor),
+    ]
+    require_total(int(chunk.total), changes)
+    arena.settle(chunk, changes)
+    return chunk, rows
+
+
+def bench_chunks(model: str, group: ParamGroup, density: float, changes: int, floor: float) -> Row:
+    """Measure the diff in chunks, one launched after the other without waiting for any total."""
+    firsts = range(0, group.num_blocks, CHUNK_BLOCKS)
+    arena = Arena(group, changes + 16 * len(firsts), len(firsts))
+    chunks = [arena.chunk(first, min(CHUNK_BLOCKS, group.num_blocks - first)) for first in firsts]
+    sums = torch.zeros(3, group.num_params, dtype=torch.int64, device="cuda")
+    scratch = masks(group, min(CHUNK_BLOCKS, group.num_blocks))
+
+    def diff_round() -> None:
+        for chunk in chunks:
+            diff_group(group, chunk, sums=sums, scratch=scratch)
+
+    row = Row(model, f"diff in chunks of {CHUNK_BLOCKS} blocks", density, median_ms(diff_round), floor)
+    require_total(int(arena.totals.sum()), changes)
+    return row
+
+
+def require_total(found: int, made: int) -> None:
+    """Raise unless a diff found all changes."""
+    if found != made:
+        raise AssertionError(f"{found} changes found, {made} made")
+
+
 def bench_apply(model: str, group: ParamGroup, chunk: RawChunk, density: float, copy_bytes_per_ms: float) -> list[Row]:
     """Measure apply and undo of a diff, and torch's `index_copy_` of the first parameter's share, scaled."""
-    changes, words = chunk.read_total(), sum(group.num_words)
-    undo, fault = UndoLog.allocate(group, changes), faults(group)
+    changes, words = chunk.offsets.numel(), sum(group.num_words)
+    undo, fault = UndoLog(chunk.arena), faults(group)
     sums = torch.zeros(2, group.num_params, dtype=torch.int64, device="cuda")
     sectors = words / 16 * (1 - (1 - density) ** 16)
     bound = (2 * 32 * sectors + 6 * changes) / copy_bytes_per_ms
-    apply = median_ms(lambda: apply_group(group, chunk, changes, undo, sums=sums, fault=fault))
-    back = median_ms(lambda: undo_group(group, chunk, undo))
+
+    def apply_again() -> None:
+        undo.reset()
+        apply_group(group, chunk, undo, sums=sums, fault=fault)
+
+    apply = median_ms(apply_again)
+    plain = median_ms(lambda: apply_group(group, chunk, None, sums=sums, fault=fault))
+    back = median_ms(lambda: undo_group(group, undo))
     base = group.baseline[0]
     index = torch.nonzero(torch.rand(base.numel(), device="cuda") < density).view(-1)
     values = base[index]
     stock = median_ms(lambda: base.index_copy_(0, index, values)) * words / base.numel()
     return [
         Row(model, "apply: check, undo log, sums", density, apply, bound),
+        Row(model, "apply: check, sums", density, plain, bound),
         Row(model, "undo", density, back, bound),
         Row(model, "index_copy_ (no check, undo, sums)", density, stock, bound),
     ]

@@ -7,6 +7,7 @@
     |   +-- DTypeError (TypeError)           a dtype that has no bits we can address, by name
     |   +-- TableError                       two sides disagree about names, dtypes or shapes
     |   +-- PatchError                       a patch breaks the policy (order, range, dtype, size)
+    |   +-- CapacityError                    more than the buffers that were made for it hold
     +-- FormatError (ValueError)             bytes from outside are not a format 1 container
     |   +-- ChecksumError                    they were, and something changed them
     +-- StateError (RuntimeError)            well-formed, but not for the weights at hand
@@ -30,6 +31,7 @@ from typing import Any
 __all__ = [
     "AuthenticationError",
     "BaseError",
+    "CapacityError",
     "ChecksumError",
     "CorruptionError",
     "DTypeError",
@@ -102,6 +104,10 @@ class DTypeError(InputError, TypeError):
 
 class TableError(InputError):
     """Two sides disagree about the parameters' names, dtypes or shapes."""
+
+
+class CapacityError(InputError):
+    """More than the buffers that were made for it hold; the argument that sizes them is in the hint."""
 
 
 class PatchError(InputError):

@@ -13,14 +13,15 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deltacast.delta.dtypes import dtype_of
 from deltacast.delta.errors import InputError, TableError
 from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.overlap import require_apart
+from deltacast.delta.scan import Scanner
 from deltacast.delta.table import ParameterTable, ParamMeta
-from deltacast.delta.threads import in_order
 
 __all__ = ["Damage", "WeightState", "rolling_slices"]
 
@@ -46,14 +47,15 @@ class Damage:
 class WeightState:
     """Live tensors under their names, with version and running fingerprints.
 
-    Not thread-safe; one owner. The tensors are the caller's and are written in place only by
-    `deltacast.delta.apply.Transaction`.
+    Not thread-safe; one owner. The tensors are the caller's, never move, and are written in place only by
+    `deltacast.delta.apply.Transaction`, or by whoever says so with `advance`. Scans of tensors on a GPU run on its
+    current stream.
 
     Args:
         tensors: name -> tensor, each storage once.
         aliases: alias -> name, of tied tensors.
         version: the version the bits are; None while unknown (a worker before its first seed).
-        threads: for scans.
+        threads: for scans on the host.
 
     Raises:
         DTypeError, InputError, TableError: a tensor cannot be addressed or written, two of them share memory
@@ -76,6 +78,7 @@ class WeightState:
         require_apart((memory.name, memory.tensor) for memory in self.memories)
         self.version = version
         self.threads = max(1, threads)
+        self._scanner = Scanner(self.memories, self.threads)
         self.fingerprints = np.zeros(len(self.table), np.uint64)
         self.audited_versions = np.full(len(self.table), -1 if version is None else version, np.int64)
         self.rescan()
@@ -101,8 +104,34 @@ class WeightState:
 
     def rescan(self) -> None:
         """Set the running fingerprints from the bits that are there (bootstrap only: this trusts them)."""
-        self.fingerprints[:] = self._scan(range(len(self.table)))
+        self.fingerprints[:] = self._scanner.fingerprints(range(len(self.table)))
         self.mark_audited()
+
+    def advance(self, version: int, fingerprints: NDArray[np.uint64]) -> None:
+        """Move to a version whose words the tensors hold already (a kernel wrote them), version and sums together.
+
+        Whoever calls it has written exactly the words that give these fingerprints. Nothing is rescanned and nothing
+        counts as audited; the next audit finds what is not as it was said to be. Whoever takes words back restores
+        `audited_versions` too.
+
+        Args:
+            version: what the words now are.
+            fingerprints: uint64 [parameters], in table order; copied.
+
+        Raises:
+            InputError: a negative version, or not one uint64 per parameter. Nothing moved.
+        """
+        if version < 0:
+            raise InputError("versions count from 0", found=version)
+        if fingerprints.dtype != np.uint64 or fingerprints.shape != self.fingerprints.shape:
+            raise InputError(
+                "unfit fingerprints",
+                version=version,
+                expected=f"uint64 {list(self.fingerprints.shape)}",
+                found=f"{fingerprints.dtype} {list(fingerprints.shape)}",
+            )
+        self.fingerprints[:] = fingerprints
+        self.version = version
 
     def forget(self) -> None:
         """Drop the version: the bits are whatever they are. Rescans, so that the digest says what that is."""
@@ -143,7 +172,7 @@ class WeightState:
             raise TableError("made for another parameter table", expected=self.table.digest, found=table_digest)
 
     def _audit_places(self, places: Sequence[int]) -> list[Damage]:
-        found = self._scan(places)
+        found = self._scanner.fingerprints(places)
         damage = [
             Damage(self.table.metas[i].name, int(self.fingerprints[i]), value)
             for i, value in zip(places, found, strict=True)
@@ -156,9 +185,6 @@ class WeightState:
     def _mark_audited(self, places: Sequence[int]) -> None:
         if self.version is not None:
             self.audited_versions[list(places)] = self.version
-
-    def _scan(self, places: Sequence[int]) -> list[int]:
-        return list(in_order(lambda i: self.memories[i].fingerprint(), places, self.threads))
 
 
 @lru_cache(maxsize=4)  # every round asks anew, and 40,000 parameters take 0.2 s

@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 from deltacast.delta.errors import InputError
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.report import RoundReport, WorkerReport
-from deltacast.store.baseline import Placement
+from deltacast.store.placement import Placement, check_placement
 
 __all__ = [
     "AuditPolicy",
@@ -25,11 +25,14 @@ __all__ = [
     "ServingStatus",
     "TrainerEngine",
     "TrainerInitInfo",
+    "Wire",
     "WorkerEngine",
     "WorkerInitInfo",
     "WorkerStatus",
 ]
 
+Wire: TypeAlias = Literal["auto", "raw", "coded", "container"]
+"""How changes travel; see `TrainerInitInfo`."""
 AuditPolicy: TypeAlias = int | Literal["full", "off"]
 """How much a worker rescans in each round: 1/N of the bytes, everything, or nothing."""
 
@@ -44,7 +47,17 @@ class TrainerInitInfo:
         port: of the control connection; 0 for any free one.
         secret: hex, at least 16 bytes; a fresh one by default. Workers get it in their init info.
         device: `cpu` (Gloo) or `cuda:N` (NCCL) for the payload.
-        placement: where the baseline lives.
+        placement: where the baseline lives, and at what cost (`deltacast.store.baseline.Baseline`).
+        baseline_folder: for placement `mmap`: the folder of its file.
+        wire: how changes travel. `raw`: as the kernels find them, 4 bytes per changed bf16. `coded`: the same chunks
+            entropy-coded, about 10 bits. `container`: encoded whole on the host, for any tensors and any density.
+            `auto` takes, per round, what should be fastest by link and density (engines/wires.py), and logs why.
+        max_density: share of the words that may change in a streamed round: what its buffers are sized for, on the
+            trainer and on each worker. A round that turns out denser is sent as a container instead.
+        chunk_bytes: bytes of weights that one chunk of a streamed round covers.
+        overlap_apply: workers write chunks as they arrive, serving nothing from the first one on; else they stage the
+            whole payload while serving, and write between its end and the decision.
+        max_send_bytes_per_s: hold the payload to this rate; None for as fast as it goes.
         run_id: the lineage; a fresh one by default.
         epoch: this writer's number in the lineage; workers refuse lower ones than they have seen.
         version: the version that the source's weights are at init.
@@ -57,7 +70,7 @@ class TrainerInitInfo:
         threads: for diff, encode and scans.
 
     Raises:
-        InputError: a number out of range, or a secret that is not hex or too short.
+        InputError: a number out of range, an unknown wire or placement, or a secret that is not hex or too short.
     """
 
     num_workers: int
@@ -66,6 +79,12 @@ class TrainerInitInfo:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     device: str = "cpu"
     placement: Placement = "cpu"
+    baseline_folder: str | None = None
+    wire: Wire = "auto"
+    max_density: float = 1 / 16
+    chunk_bytes: int = 1 << 30
+    overlap_apply: bool = True
+    max_send_bytes_per_s: float | None = None
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     epoch: int = 0
     version: int = 0
@@ -81,6 +100,13 @@ class TrainerInitInfo:
             raise InputError("num_workers, threads or port out of range", found=self)
         if min(self.timeout_s, self.decision_timeout_s, self.join_timeout_s) <= 0:
             raise InputError("timeouts must be positive", found=self)
+        if self.wire not in get_args(Wire):
+            raise InputError("unknown wire", expected=f"one of {', '.join(get_args(Wire))}", found=repr(self.wire))
+        if not 0 < self.max_density <= 1:
+            raise InputError("max_density out of range", expected="above 0, at most 1", found=self.max_density)
+        if self.max_send_bytes_per_s is not None and not self.max_send_bytes_per_s > 0:
+            raise InputError("max_send_bytes_per_s must be positive", found=self.max_send_bytes_per_s)
+        check_placement(self.placement, self.baseline_folder)
         _check_audit(self.audit)
         _check_secret(self.secret)
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 from deltacast.delta.errors import TransportError
 from deltacast.engines.control import Deadline
 from deltacast.engines.opening import listening_socket
-from deltacast.engines.pace import Pace
+from deltacast.engines.pace import LinkMeter, Pace
 
 __all__ = ["PayloadGroup", "Rendezvous"]
 
@@ -93,6 +93,13 @@ class PayloadGroup:
         self._pace = pace if rank == 0 else None
         self._backend: Any = None  # a Backend or None; torch's stubs leave out its collectives
         self._aborted = False
+        self._meter = LinkMeter(device)
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """The best rate of any post of at least a MiB that has ended, not above the pace; None if there was none."""
+        measured = self._meter.best_bytes_per_s
+        return measured if measured is None or self._pace is None else min(measured, self._pace.bytes_per_s)
 
     def meet(self, store: Store) -> None:
         """Meet the others. Collective; blocks inside torch, past every timeout if the store's host is frozen.
@@ -136,14 +143,16 @@ class PayloadGroup:
             TransportError: a peer is gone. The group is unusable: close it.
         """
         tensors = [tensor for tensor in tensors if tensor.numel()]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._pace is not None:
-            self._pace.pass_on(sum(tensor.nbytes for tensor in tensors))
+            self._pace.pass_on(num_bytes)
         try:
-            if self.device.type == "cuda":
-                self._post_coalesced(tensors)
-            else:
-                for tensor in tensors:
-                    self._broadcast_piece(_flat_bytes(tensor), deadline.left_s("the payload group"))
+            with self._meter.measured(num_bytes):
+                if self.device.type == "cuda":
+                    self._post_coalesced(tensors)
+                else:
+                    for tensor in tensors:
+                        self._broadcast_piece(_flat_bytes(tensor), deadline.left_s("the payload group"))
         except RuntimeError as err:
             self._fail(err, deadline)
 
@@ -158,6 +167,7 @@ class PayloadGroup:
                 torch.cuda.current_stream(self.device).synchronize()
             if self._backend is None:
                 raise TransportError("the payload group was closed meanwhile")
+            self._meter.read()
         except RuntimeError as err:
             self._fail(err, deadline)
 

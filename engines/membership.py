@@ -20,6 +20,7 @@ from deltacast.engines.base import TrainerInitInfo
 from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
 from deltacast.engines.group import PayloadGroup, Rendezvous
 from deltacast.engines.opening import Listener
+from deltacast.engines.pace import Pace
 from deltacast.engines.protocol import (
     Ack,
     Form,
@@ -88,6 +89,7 @@ class Membership:
         self._info, self._baseline = info, baseline
         self._listener = Listener(info.host, info.port, bytes.fromhex(info.secret))
         self._rendezvous: Rendezvous | None = None
+        self._pace = None if info.max_send_bytes_per_s is None else Pace(info.max_send_bytes_per_s)
         self.members: list[Member] = []
         self.group: PayloadGroup | None = None
         self.generation = 0
@@ -113,6 +115,11 @@ class Membership:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._listener.closed
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """The best rate that this generation's payloads reached; None if nothing large was sent yet."""
+        return None if self.group is None else self.group.link_bytes_per_s
 
     # Admission.
 
@@ -241,6 +248,7 @@ class Membership:
             device=torch.device(self._info.device),
             timeout_s=self._info.timeout_s,
             interface=host,
+            pace=self._pace,
         )
         if self._meet(group, rendezvous, key):
             self._rendezvous, self.group = rendezvous, group  # the store stays open for this generation

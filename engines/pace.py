@@ -1,10 +1,20 @@
-"""Hold a payload to a rate: a cap for links that are shared, and how benchmarks simulate slower ones."""
+"""How fast a payload goes: measuring the link, and holding a payload to a rate.
+
+A rate is a cap for links that are shared, and how benchmarks simulate slower ones.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
-__all__ = ["Pace"]
+import torch
+
+__all__ = ["LinkMeter", "Pace"]
+
+_LEAST_BYTES: Final = 1 << 20
 
 
 class Pace:
@@ -31,3 +41,46 @@ class Pace:
     def pass_on(self, num_bytes: int) -> None:
         """Block until a link of this rate has delivered so many bytes."""
         time.sleep(self.delay_s(num_bytes))
+
+
+class LinkMeter:
+    """How fast a payload went: the best rate seen, since the others had to wait for somebody.
+
+    Args:
+        device: where posts happen; on CUDA they are timed by events on the current stream.
+    """
+
+    __slots__ = ("_device", "_pending", "best_bytes_per_s")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: list[tuple[int, Any, Any]] = []
+        self.best_bytes_per_s: float | None = None
+
+    @contextmanager
+    def measured(self, num_bytes: int) -> Iterator[None]:
+        """Time what is posted inside; small posts say nothing about the link."""
+        if num_bytes < _LEAST_BYTES:
+            yield
+        elif self._device.type == "cuda":
+            event: Any = torch.cuda.Event  # its constructor has no types
+            begin, end = event(enable_timing=True), event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._pending.append((num_bytes, begin, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._note(num_bytes, time.perf_counter() - started)
+
+    def read(self) -> None:
+        """Take in the times of posts that have ended on the device."""
+        ended = [item for item in self._pending if item[2].query()]
+        self._pending = [item for item in self._pending if item not in ended]
+        for num_bytes, begin, end in ended:
+            self._note(num_bytes, begin.elapsed_time(end) / 1e3)
+
+    def _note(self, num_bytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self.best_bytes_per_s = max(self.best_bytes_per_s or 0.0, num_bytes / seconds)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final, Self
 
 from deltacast.delta.codec import encode_round
-from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError, TransportError
+from deltacast.delta.errors import CapacityError, DeadlineError, RoundAbortedError, StateError, TransportError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
@@ -39,6 +39,7 @@ from deltacast.engines.protocol import (
     Verdict,
 )
 from deltacast.engines.report import RoundReport
+from deltacast.engines.streams import Streams
 from deltacast.store.baseline import Baseline
 
 __all__ = ["RoundTrainer"]
@@ -65,6 +66,7 @@ class RoundTrainer(TrainerEngine):
             epoch=init_info.epoch,
             version=init_info.version,
             placement=init_info.placement,
+            folder=init_info.baseline_folder,
             threads=init_info.threads,
         )
         self.decisions = DecisionLog()
@@ -74,6 +76,7 @@ class RoundTrainer(TrainerEngine):
         self._busy = threading.Lock()
         self._num_calls = 0
         self._client_error = ""
+        self._streams = Streams(init_info, source, self.baseline)
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
@@ -251,19 +254,17 @@ class RoundTrainer(TrainerEngine):
 
     def _publish(self, optimizer_step: int | None, seeded: Sequence[str]) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
-        payload = self._next_payload(optimizer_step)
-        self._workers.raise_client_error()  # before workers that it did not reach are asked for anything
-        outcome = self._round(payload, self._workers.members)
+        payload, outcome = self._publish_once(optimizer_step)
         repaired: list[tuple[int, str]] = []
         damaged = self._note_damage(outcome)
         if damaged and not outcome.committed and not any(member.lost for member in self._workers.members):
             repaired = [(rank, name) for rank, names in damaged.items() for name in names]
             _LOG.warning("deltacast repairs %s", repaired)
             self._catch_up()
-            payload = self._next_payload(optimizer_step)
-            outcome = self._round(payload, self._workers.members)
+            payload, outcome = self._publish_once(optimizer_step)
             self._note_damage(outcome)
         report = report_of(payload, self.baseline, outcome, self._workers.members)
+        self._streams.note(report)
         return replace(
             report,
             repaired=tuple(repaired),
@@ -271,10 +272,25 @@ class RoundTrainer(TrainerEngine):
             evicted=(*self._workers.evicted, *report.evicted),
         )
 
-    def _next_payload(self, optimizer_step: int | None) -> Outgoing:
-        """Return what takes the workers from the baseline to the source's present bits."""
-        started = time.perf_counter()
+    def _publish_once(self, optimizer_step: int | None) -> tuple[Outgoing, Outcome]:
+        """Run a round; as a container after all if there were more changes than a streamed one has room for."""
         target_version = max(self.baseline.version, self._workers.newest_reported) + 1
+        payload = self._streams.payload(self._workers, target_version)
+        if payload is not None:
+            try:
+                return payload, self._publish_payload(payload)
+            except CapacityError as err:
+                _LOG.warning("deltacast sends a container instead: %s", err)
+                self._catch_up()
+        payload = self._container_of_source(target_version, optimizer_step)
+        return payload, self._publish_payload(payload)
+
+    def _publish_payload(self, payload: Outgoing) -> Outcome:
+        self._workers.raise_client_error()  # before workers that it did not reach are asked for anything
+        return self._round(payload, self._workers.members)
+
+    def _container_of_source(self, target_version: int, optimizer_step: int | None) -> Outgoing:
+        started = time.perf_counter()
         update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
         diff_s = time.perf_counter() - started
         payload = self._container(update)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from deltacast.delta.chunks import Begin, ChunkReceiver
 from deltacast.delta.errors import (
     BaseError,
     CorruptionError,
@@ -30,6 +31,7 @@ from deltacast.delta.errors import (
 from deltacast.delta.sources import WeightSource, checked
 from deltacast.delta.state import Damage, WeightState
 from deltacast.engines.base import ServingStatus, WorkerEngine, WorkerInitInfo, WorkerStatus
+from deltacast.engines.chunk_wire import ChunkIncoming
 from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
 from deltacast.engines.group import PayloadGroup
@@ -56,6 +58,7 @@ from deltacast.engines.protocol import (
     expect,
 )
 from deltacast.engines.report import WorkerReport
+from deltacast.engines.wires import STREAMED, wires_into
 
 __all__ = ["RoundWorker"]
 
@@ -106,6 +109,8 @@ class RoundWorker(WorkerEngine):
         self._device = torch.device(device)
         self._undo_budget_bytes = undo_budget_bytes
         self._max_payload_bytes = max_payload_bytes
+        self._wires = wires_into(self._state, self._device)
+        self._receiver: ChunkReceiver | None = None
         self._info: WorkerInitInfo | None = None
         self._channel: Channel | None = None
         self._group: PayloadGroup | None = None
@@ -187,7 +192,7 @@ class RoundWorker(WorkerEngine):
         version = -1 if self._state.version is None else self._state.version
         names = [item.parameter for item in damage]
         key = RoundKey(self._epoch, 0, 0)
-        return Hello(self._run_id, key, name, version, self._state.digest, names, self._wires())
+        return Hello(self._run_id, key, name, version, self._state.digest, names, self._wires)
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.action == "refuse":
@@ -293,14 +298,22 @@ class RoundWorker(WorkerEngine):
 
     def _incoming(self, propose: Propose, header: bytes) -> Incoming:
         limits = Limits(self._undo_budget_bytes, self._max_payload_bytes, self._state.threads)
-        if propose.wire == "container":
-            if self._rank not in propose.receivers:
-                return ContainerDrain(propose)
-            return ContainerIncoming(propose, header, self._state, limits, self._stop_serving)
-        raise ProtocolError("unknown wire", expected=f"one of {', '.join(self._wires())}", found=propose.wire)
+        if propose.wire not in self._wires:
+            raise ProtocolError("unknown wire", expected=f"one of {', '.join(self._wires)}", found=propose.wire)
+        if propose.wire in STREAMED:
+            return ChunkIncoming(propose, self._receiver_for(header), self._state, self._stop_serving)
+        if self._rank not in propose.receivers:
+            return ContainerDrain(propose)
+        return ContainerIncoming(propose, header, self._state, limits, self._stop_serving)
 
-    def _wires(self) -> list[str]:
-        return ["container"]
+    def _receiver_for(self, header: bytes) -> ChunkReceiver:
+        """Return buffers for a streamed round, those of the last one if they fit, and begin it."""
+        begin = Begin.from_bytes(header, self._state.table)
+        if self._receiver is None or not self._receiver.fits(begin):
+            self._receiver = None  # first, so that its memory is free
+            self._receiver = ChunkReceiver(self._state, begin, undo_budget_bytes=self._undo_budget_bytes)
+        self._receiver.begin(begin)
+        return self._receiver
 
     def _stop_serving(self) -> None:
         """From the first write to the decision nothing is served."""

@@ -6,37 +6,55 @@ further when the decision falls.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from deltacast.delta.apply import Transaction
-from deltacast.delta.bits import strided_words
 from deltacast.delta.diff import diff_state, seed
 from deltacast.delta.errors import InputError
 from deltacast.delta.patch import WeightUpdate
-from deltacast.delta.sources import WeightSource, checked
+from deltacast.delta.sources import WeightSource, checked, matched
 from deltacast.delta.state import WeightState
+from deltacast.delta.table import ParameterTable
+from deltacast.store.placement import FlatMemory, Placement
 
 __all__ = ["Baseline", "Placement"]
-
-Placement: TypeAlias = Literal["cpu", "cuda"]
 
 
 class Baseline:
     """A private copy of the published weights at one version.
 
+    What the copy of a model of M bytes costs, beside at most 15 bytes of padding per parameter:
+
+    ======== ============================================================================================
+    cpu      M of ordinary host memory.
+    pinned   M of page-locked host memory, which cannot be swapped; GPUs read it at the speed of their bus.
+    mmap     M of disk, in a file without a name that goes with the process. Its pages take host memory as long as
+             there is any to spare; an update's pages are written to the disk.
+    cuda     M of the current GPU's memory; `cuda:N` of that GPU's. Scans keep 64 bytes there per 65,536 words, and
+             for each set of parameters that they repeat 8 bytes per 1024 fingerprint units of its longest.
+    ======== ============================================================================================
+
     Args:
-        source: the weights at `version`; read once, never kept.
+        source: the weights at `version`; read once, one parameter at a time, never kept.
         run_id: the lineage of versions.
         epoch: this writer's number in the lineage.
         version: the version that `source` now is.
-        placement: where the copy lives. `cpu` costs the model's bytes of host memory, `cuda` of device memory.
+        placement: where the copy lives.
+        folder: for `mmap`: an existing folder on the disk to use.
         threads: for scans, diffs and applies on the CPU.
 
+    Attributes:
+        memory: the copy itself: flat buffers, and where each parameter begins, in the source's order. Whoever writes
+            to it says so with `adopt`.
+        state: the same memory as weights under their names, with version and running fingerprints.
+
     Raises:
-        InputError: unknown placement, negative epoch or version, or a source that breaks its contract.
+        InputError: a placement that is unknown or not to be had here, negative epoch or version, or a source that
+            breaks its contract. Nothing is left behind.
     """
 
     def __init__(
@@ -47,16 +65,20 @@ class Baseline:
         epoch: int = 0,
         version: int = 0,
         placement: Placement = "cpu",
+        folder: str | os.PathLike[str] | None = None,
         threads: int = 1,
     ) -> None:
-        if placement not in ("cpu", "cuda"):
-            raise InputError("unknown baseline placement", expected="cpu or cuda", found=repr(placement))
         if epoch < 0 or version < 0:
             raise InputError("epoch and version count from 0", found=f"epoch {epoch}, version {version}")
         self.run_id = run_id
         self.epoch = epoch
-        copies = {meta.name: _own_copy(meta.name, tensor, placement) for meta, tensor in checked(source)}
-        self.state = WeightState(copies, aliases=dict(source.aliases), version=version, threads=threads)
+        metas, aliases = tuple(source.metas()), dict(source.aliases)
+        ParameterTable(metas, aliases)  # names are checked before memory is taken
+        self.memory = FlatMemory(metas, placement, folder=folder)
+        for meta, tensor in matched(metas, source.tensors()):
+            self.memory.write(meta.name, tensor)
+        tensors = {name: self.memory.tensor(name) for name in self.memory.extents}
+        self.state = WeightState(tensors, aliases=aliases, version=version, threads=threads)
 
     @property
     def version(self) -> int:
@@ -110,9 +132,20 @@ class Baseline:
         staged.write()
         staged.commit()
 
+    def adopt(self, version: int, fingerprints: NDArray[np.uint64]) -> None:
+        """Move to a version whose words are in `memory` already, version and running fingerprints together.
 
-def _own_copy(name: str, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    copy = torch.empty(plain.shape, dtype=plain.dtype, device=placement)
-    strided_words(copy).copy_(strided_words(plain, name=name))  # as integers: a float copy may quieten a signalling NaN
-    return copy
+        For whoever applies an update by other means than `advance` (a kernel), once every worker's digest earned the
+        COMMIT, and who has written exactly the words that give these fingerprints. Nothing is rescanned, and nothing
+        counts as audited.
+
+        Args:
+            version: newer than the present one.
+            fingerprints: uint64 [parameters], in table order; copied.
+
+        Raises:
+            InputError: an older version or the same, or not one uint64 per parameter. Nothing moved.
+        """
+        if version <= self.version:
+            raise InputError("a baseline only moves forward", expected=f"above {self.version}", found=version)
+        self.state.advance(version, fingerprints)

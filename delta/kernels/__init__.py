@@ -1,11 +1,13 @@
 """GPU kernels that diff, apply, undo and audit groups of parameters, and their torch twin (docs/fingerprint.md).
 
-Start with `operations.py`, whose functions are the API; `group.py` and `chunk.py` hold what they work on. `twin.py`
-says in torch operations what the programs in `*_programs.py` (Triton) do; `launch.py` starts those.
+Start with `operations.py`, whose functions are the API; `group.py`, `arena.py` and `undo.py` hold what they work on.
+`twin.py` says in torch operations what the programs in `*_programs.py` (Triton) do; `launch.py` starts those.
 """
 
-from deltacast.delta.kernels.chunk import NO_FAULT, RawChunk, UndoLog, faults, masks
-from deltacast.delta.kernels.group import BLOCK_WORDS, ParamGroup
+from deltacast.delta.kernels.arena import Arena, RawChunk, mask_bytes, masks
+from deltacast.delta.kernels.block_table import BLOCK_WORDS
+from deltacast.delta.kernels.group import ParamGroup
+from deltacast.delta.kernels.key_tables import KeyTables
 from deltacast.delta.kernels.operations import (
     Backend,
     apply_group,
@@ -14,9 +16,12 @@ from deltacast.delta.kernels.operations import (
     diff_group,
     undo_group,
 )
+from deltacast.delta.kernels.undo import NO_FAULT, UndoLog, faults
 
 __all__ = [
     "ParamGroup",
+    "KeyTables",
+    "Arena",
     "RawChunk",
     "UndoLog",
     "diff_group",
@@ -25,6 +30,7 @@ __all__ = [
     "audit_group",
     "available",
     "masks",
+    "mask_bytes",
     "faults",
     "Backend",
     "BLOCK_WORDS",

@@ -61,14 +61,14 @@ def apply_program(
     blocks_ptr: tensor, inner_ptr: tensor, outer_ptr: tensor, counts_ptr: tensor, count_sums_ptr: tensor,
     offsets_ptr: tensor, values_ptr: tensor, undo_ptr: tensor, sums_ptr: tensor, fault_ptr: tensor,
     applied_ptr: tensor, first_block: tensor, num_params: tensor,
-    word: constexpr, word_bytes: constexpr, tile: constexpr,
+    word: constexpr, word_bytes: constexpr, tile: constexpr, log: constexpr,
 ) -> None:  # fmt: skip
-    """Write a block's changes, keep what they overwrite, and sum both; nothing at all if there is any fault."""
+    """Write a block's changes, keep what they overwrite if `log`, and sum both; nothing at all if there is a fault."""
     if tl.minimum(tl.load(fault_ptr), tl.load(fault_ptr + 1)) != 2147483647:
         return
     block = tl.program_id(0)
-    if block == 0:
-        tl.store(applied_ptr, 1)
+    if log:
+        tl.store(applied_ptr, 1, mask=block == 0)
     count = tl.load(counts_ptr + block)
     if count == 0:
         return
@@ -86,7 +86,8 @@ def apply_program(
         offset = tl.load(offsets_ptr + start + index, mask=live, other=0).to(tl.int32) & 0xFFFF
         new = tl.load(values_ptr + start + index, mask=live, other=0)
         old = tl.load(base_at + offset, mask=live, other=0)
-        tl.store(undo_ptr + start + index, old, mask=live)
+        if log:
+            tl.store(undo_ptr + start + index, old, mask=live)
         tl.store(base_at + offset, new, mask=live)
         old_sums += weigh_at(old, offset, live, inner_ptr, outer_at, word_bytes)
         new_sums += weigh_at(new, offset, live, inner_ptr, outer_at, word_bytes)

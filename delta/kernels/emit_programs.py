@@ -71,19 +71,25 @@ def _write_values(
 @program
 def emit_program(
     blocks_ptr: tensor, inner_ptr: tensor, outer_ptr: tensor, masks_ptr: tensor, counts_ptr: tensor,
-    count_sums_ptr: tensor, offsets_ptr: tensor, values_ptr: tensor, total_ptr: tensor, sums_ptr: tensor,
-    first_block: tensor, num_blocks: tensor, num_params: tensor, capacity: tensor,
+    count_sums_ptr: tensor, offsets_ptr: tensor, values_ptr: tensor, starts_ptr: tensor, totals_ptr: tensor,
+    sums_ptr: tensor, number: tensor, first_block: tensor, num_blocks: tensor, num_params: tensor, capacity: tensor,
     rows: constexpr, lanes: constexpr, tile: constexpr, word: constexpr, word_bytes: constexpr,
 ) -> None:  # fmt: skip
-    """Write one block's changes where those of the blocks before it end, as far as the capacity goes."""
+    """Write one block's changes where those of the blocks before it end, as far as the capacity goes.
+
+    Chunk `number` begins where the last one's diff said; the last block says where the next chunk does.
+    """
     width: constexpr = 16 // word_bytes
     tile_words: constexpr = rows * 1024 // ((word_bytes + 1) // 2)
     mask_bytes: constexpr = 2 if word_bytes == 1 else 1
     block = num_blocks - 1 - tl.program_id(0)  # backwards: what was compared last may still be in the cache
     count = tl.load(counts_ptr + block)
-    start = start_of(counts_ptr, count_sums_ptr, block)
+    chunk_start = tl.load(starts_ptr + number)
+    before = start_of(counts_ptr, count_sums_ptr, block)
+    start = chunk_start + before
     if block == num_blocks - 1:
-        tl.store(total_ptr, start + count)
+        tl.store(totals_ptr + number, before + count)
+        tl.store(starts_ptr + number + 1, chunk_start + (before + count + 15) // 16 * 16)
     room = tl.maximum(tl.minimum(capacity - start, 65536), 0).to(tl.int32)
     if (count > 0) & (room > 0):
         entry = blocks_ptr + (first_block + block).to(tl.int64) * 4

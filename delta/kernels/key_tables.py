@@ -46,10 +46,15 @@ class KeyTables:
 
     @classmethod
     def on(cls, device: torch.device, num_rows: int) -> KeyTables:
-        """Compute the tables on a device; they are the caller's."""
+        """Compute the tables on a device; groups whose `key_rows` are no more can share them."""
         inner = _odd_keys(_SEED_INNER, torch.arange(_ROW, dtype=torch.int64, device=device))
         outer = _odd_keys(_SEED_OUTER, torch.arange(num_rows, dtype=torch.int64, device=device))
         return cls(inner, outer)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the tables: 8 KiB, and 8 bytes a row."""
+        return self.inner.nbytes + self.outer.nbytes
 
 
 def unit_keys(tables: KeyTables, positions: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 __all__ = ["HAS_TRITON", "constexpr", "jit", "program", "tensor", "tl"]
 
 
-_SIZES = ["first_block", "num_blocks", "num_params", "capacity", "num_changes"]
-_BUFFERS = ["counts", "count_sums", "offsets", "values", "undo", "sums", "total", "fault", "applied", "mask_bytes"]
+_SIZES = ["first_block", "num_blocks", "num_params", "capacity", "num_changes", "number"]
+_BUFFERS = [
+    *("counts", "count_sums", "offsets", "values", "starts", "totals"),
+    *("undo", "sums", "fault", "applied", "mask_bytes"),
+]
 
 
 def _load() -> tuple[Any, Any]:

@@ -7,9 +7,10 @@ from typing import Any, Final
 import torch
 
 from deltacast.delta.kernels import apply_programs, emit_programs, scan_programs
-from deltacast.delta.kernels.chunk import COUNTS_PER_SUM, RawChunk, UndoLog
+from deltacast.delta.kernels.arena import COUNTS_PER_SUM, RawChunk
 from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.language import tl
+from deltacast.delta.kernels.undo import UndoLog
 
 __all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "undo_blocks"]
 
@@ -34,50 +35,60 @@ def diff_blocks(
     group: ParamGroup, chunk: RawChunk, sums: torch.Tensor, scratch: torch.Tensor, *, audit_baseline: bool
 ) -> None:
     """Diff the chunk's blocks; see `operations.diff_group`."""
-    keys, word, options = group.keys, _word(group), _scan_options(group, audit=audit_baseline)
+    arena, keys, blocks = chunk.arena, group.keys, group.table.blocks
+    word, options = _word(group), _scan_options(group, audit=audit_baseline)
     chunk.count_sums.zero_()
     scan_programs.compare_program[(chunk.num_blocks,)](
-        group.blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, sums,
+        blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, sums,
         chunk.first_block, group.num_params, audit=audit_baseline, **word, **options,
     )  # fmt: skip
     emit_programs.emit_program[(chunk.num_blocks,)](
-        group.blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, chunk.offsets, chunk.values,
-        chunk.total, sums, chunk.first_block, chunk.num_blocks, group.num_params, chunk.capacity,
-        rows=options["rows"], **word, **_EMIT_OPTIONS,
+        blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, arena.offsets, arena.values,
+        arena.starts, arena.totals, sums, chunk.number, chunk.first_block, chunk.num_blocks, group.num_params,
+        arena.capacity, rows=options["rows"], **word, **_EMIT_OPTIONS,
     )  # fmt: skip
 
 
-def check_blocks(group: ParamGroup, chunk: RawChunk, num_changes: int, fault: torch.Tensor) -> None:
+def check_blocks(group: ParamGroup, chunk: RawChunk, fault: torch.Tensor) -> None:
     """Check counts and offsets of a chunk; see `operations.apply_group`."""
-    place = (chunk.first_block, chunk.num_blocks)
+    blocks, place = group.table.blocks, (chunk.first_block, chunk.num_blocks)
     apply_programs.count_program[(-(-chunk.num_blocks // COUNTS_PER_SUM),)](
-        group.blocks, chunk.counts, chunk.count_sums, fault, *place
+        blocks, chunk.counts, chunk.count_sums, fault, *place
     )
     apply_programs.check_program[(chunk.num_blocks,)](
-        group.blocks, chunk.counts, chunk.count_sums, chunk.offsets, fault, *place, num_changes, **_CHECK_OPTIONS
+        blocks, chunk.counts, chunk.count_sums, chunk.offsets, fault, *place, chunk.num_changes, **_CHECK_OPTIONS
     )
 
 
-def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
+def apply_blocks(
+    group: ParamGroup, chunk: RawChunk, undo: UndoLog | None, sums: torch.Tensor, fault: torch.Tensor
+) -> None:
     """Write a checked chunk; see `operations.apply_group`."""
+    # Without a log the kernel touches neither of the two.
+    old, applied = (chunk.values, fault) if undo is None else _log_of(chunk, undo)
     apply_programs.apply_program[(chunk.num_blocks,)](
-        group.blocks, group.keys.inner, group.keys.outer, chunk.counts, chunk.count_sums, chunk.offsets, chunk.values,
-        undo.values, sums, fault, undo.applied, chunk.first_block, group.num_params,
-        **_APPLY_OPTIONS, **_word(group),
+        group.table.blocks, group.keys.inner, group.keys.outer, chunk.counts, chunk.count_sums, chunk.offsets,
+        chunk.values, old, sums, fault, applied, chunk.first_block, group.num_params,
+        log=undo is not None, **_APPLY_OPTIONS, **_word(group),
     )  # fmt: skip
 
 
 def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
     """Write back what applying the chunk overwrote; see `operations.undo_group`."""
     apply_programs.undo_program[(chunk.num_blocks,)](
-        group.blocks, chunk.counts, chunk.count_sums, chunk.offsets, undo.values, undo.applied, chunk.first_block,
+        group.table.blocks, chunk.counts, chunk.count_sums, chunk.offsets, *_log_of(chunk, undo), chunk.first_block,
         word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
+
+
+def _log_of(chunk: RawChunk, undo: UndoLog) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's old words and its flag."""
+    return undo.values[chunk.place], undo.applied[chunk.number :]
 
 
 def audit_blocks(group: ParamGroup, sums: torch.Tensor, first_block: int, num_blocks: int) -> None:
     """Fingerprint blocks of the baseline; see `operations.audit_group`."""
     scan_programs.audit_program[(num_blocks,)](
-        group.blocks, group.keys.inner, group.keys.outer, sums, first_block,
+        group.table.blocks, group.keys.inner, group.keys.outer, sums, first_block,
         rows=_AUDIT_ROWS[group.word_bytes], num_warps=4, **_word(group),
     )  # fmt: skip

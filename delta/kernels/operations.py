@@ -1,7 +1,7 @@
 """Diff, apply, undo and audit of groups of parameters: Triton kernels on GPUs, their torch twin anywhere else.
 
-All parameters of a group go through one launch each, none of them waits for the device (the twin does), and equal
-inputs give equal bytes on either backend. Results stay on the device: sums are 64 bits in int64, wrapping.
+A chunk of many parameters goes through one launch, none waits for the device (the twin does), and equal inputs give
+equal bytes on either backend. Results stay on the device: sums are 64 bits in int64, wrapping.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import twin
-from deltacast.delta.kernels.chunk import RawChunk, UndoLog
+from deltacast.delta.kernels.arena import RawChunk, mask_bytes
 from deltacast.delta.kernels.group import ParamGroup
+from deltacast.delta.kernels.undo import UndoLog
 
 __all__ = ["Backend", "apply_group", "audit_group", "available", "diff_group", "undo_group"]
 
@@ -50,58 +51,50 @@ def diff_group(
     *,
     sums: torch.Tensor,
     scratch: torch.Tensor,
-    first_block: int = 0,
-    num_blocks: int | None = None,
     audit_baseline: bool = False,
     backend: Backend = "auto",
 ) -> None:
-    """Find which words of a range of blocks differ from the baseline; reads both sides once, writes neither.
+    """Find which words of a chunk's blocks differ from the baseline; reads both sides once, writes neither.
 
-    Fills the chunk: its range, counts, total, and as many offsets and values as it has capacity for; nothing past it
-    is written. If `total` exceeds the capacity, `sums[1]` lacks what did not fit.
+    Fills the chunk's counts and total and, from where the chunk before it ends, as many offsets and values as the
+    arena has room for; nothing past it is written. If they did not fit, `sums[1]` lacks what is missing. Chunks of a
+    round are diffed in their order, on one stream, and can be before the total of any of them was read.
 
     Args:
         group: parameters with new tensors.
-        chunk: on the group's device; overwritten.
+        chunk: of an arena made for the group; overwritten.
         sums: int64 [3, num_params], contiguous, on the group's device; *added to*, so zero it before a round, and
             give chunks that may have to be repeated sums of their own. Row 0 gains the fingerprints of the new bits
             (of a whole parameter, once all its blocks went through), row 1 the sums of new unit * key over changed
             words, row 2 the fingerprints of the baseline's bits as they were read, only if `audit_baseline`.
             `old_sum = sums[1] - sums[0] + fingerprint of the baseline`.
-        scratch: `chunk.masks(group, max_blocks)`; free again when the diff has run.
-        first_block: the group's number of the first block.
-        num_blocks: how many; by default all that follow.
+        scratch: `masks(group, max_blocks)`; free again when the diff has run.
         audit_baseline: fill row 2, which costs about 2 % more time.
         backend: which implementation.
 
     Raises:
-        InputError: no new tensors, no such blocks, or a buffer of another size, dtype or device; nothing was run.
+        InputError: no new tensors, blocks of a staged baseline that are not on the device, an arena of another
+            group, or a buffer of another size, dtype or device; nothing was run.
     """
-    first_block, num_blocks = group.block_range(first_block, num_blocks)
-    if not group.has_new:
-        raise InputError("a group without new tensors cannot be diffed")
-    chunk.check(group, num_blocks)
+    _check_chunk(group, chunk, diff=True)
     _check_sums(group, sums, (3, group.num_params))
-    needed = num_blocks * (65536 * max(group.word_bytes, 2) // 64)
+    needed = mask_bytes(group, chunk.num_blocks) // 4
     if scratch.dtype != torch.int32 or scratch.device != group.device or scratch.numel() < needed:
         raise InputError("unfit scratch", expected=f"int32 [{needed}] on {group.device}", found=_named(scratch))
-    chunk.first_block, chunk.num_blocks = first_block, num_blocks
-    if num_blocks == 0:
-        chunk.total.zero_()
-    elif _triton(group, backend):
-        from deltacast.delta.kernels import launch
-
-        with _current(group):
-            launch.diff_blocks(group, chunk, sums, scratch, audit_baseline=audit_baseline)
-    else:
+    if chunk.num_blocks == 0 or not _triton(group, backend):
         twin.diff_blocks(group, chunk, sums, audit_baseline=audit_baseline)
+        return
+    from deltacast.delta.kernels import launch
+
+    with _current(group):
+        group.upload(chunk.first_block, chunk.num_blocks)
+        launch.diff_blocks(group, chunk, sums, scratch, audit_baseline=audit_baseline)
 
 
 def apply_group(
     group: ParamGroup,
     chunk: RawChunk,
-    num_changes: int,
-    undo: UndoLog,
+    undo: UndoLog | None,
     *,
     sums: torch.Tensor,
     fault: torch.Tensor,
@@ -114,66 +107,69 @@ def apply_group(
     written, nor is any later chunk with the same record.
 
     Args:
-        group: what to write to; `new` is not touched.
-        chunk: `first_block`, `num_blocks`, counts, offsets and values as received; read only.
-        num_changes: offsets and values in it.
-        undo: gains the overwritten words; keep chunk and log until the round is decided.
+        group: what to write to; new tensors are not touched.
+        chunk: of an arena made for the group, settled, its counts, offsets and values as received; read only.
+        undo: logs the chunk; arena and log must stay as they are until the round is decided. None if it has been,
+            and nothing will be taken back.
         sums: int64 [2, num_params], contiguous, on the group's device; *added to*: row 0 the sums of old unit * key
             over the changed words (to compare with the sender's), row 1 of new ones. The fingerprint moves by
             `sums[1] - sums[0]`.
-        fault: `chunk.faults(group)`, one for a round. Read it once, with the sums.
+        fault: `faults(group)`, one for a round. Read it once, with the sums.
         backend: which implementation.
 
     Raises:
-        InputError: no such blocks, more changes than chunk or log hold, or a buffer of another size, dtype or
-            device; nothing was run.
+        InputError: a chunk that is not settled or was logged before, blocks of a staged baseline that are not on the
+            device, arena or log of another group, or a buffer of another size, dtype or device; nothing was run.
     """
-    group.block_range(chunk.first_block, chunk.num_blocks)
-    chunk.check(group, chunk.num_blocks)
-    _check_log(group, undo)
+    _check_chunk(group, chunk)
     _check_sums(group, sums, (2, group.num_params))
-    if not 0 <= num_changes <= min(chunk.capacity, chunk.values.numel(), undo.values.numel()):
-        raise InputError(
-            "more changes than there is room for",
-            expected=f"at most {min(chunk.capacity, undo.values.numel())}",
-            found=num_changes,
-        )
     if fault.dtype != torch.int32 or fault.shape != (2,) or fault.device != group.device:
         raise InputError("unfit fault record", expected=f"int32 [2] on {group.device}", found=_named(fault))
-    undo.applied.zero_()
+    triton = _triton(group, backend)
     if chunk.num_blocks == 0:
         return
-    if _triton(group, backend):
+    if undo is not None:
+        undo.add(chunk)
+    if triton:
         from deltacast.delta.kernels import launch
 
         with _current(group):
-            launch.check_blocks(group, chunk, num_changes, fault)
+            group.upload(chunk.first_block, chunk.num_blocks)
+            launch.check_blocks(group, chunk, fault)
             launch.apply_blocks(group, chunk, undo, sums, fault)
     else:
-        twin.check_blocks(group, chunk, num_changes, fault)
+        twin.check_blocks(group, chunk, fault)
         twin.apply_blocks(group, chunk, undo, sums, fault)
 
 
-def undo_group(group: ParamGroup, chunk: RawChunk, undo: UndoLog, *, backend: Backend = "auto") -> None:
-    """Write back what applying a chunk overwrote; does nothing if that chunk was not applied. May be repeated.
+def undo_group(group: ParamGroup, undo: UndoLog, chunk: RawChunk | None = None, *, backend: Backend = "auto") -> None:
+    """Write back what applying a round's chunks overwrote; chunks that were at fault are passed over. May be repeated.
 
-    Chunk and log must be as `apply_group` left them. Chunks that share no block can be undone in any order.
+    Args:
+        group: what to write to.
+        undo: the log that `apply_group` filled; it, its arena and the chunks must be as that left them.
+        chunk: one of the logged; by default all of them.
+        backend: which implementation.
 
     Raises:
-        InputError: a chunk or log of another group.
+        InputError: a chunk that is not logged, blocks of a staged baseline that are not on the device (give chunk by
+            chunk), or a log of another group; nothing was written.
     """
-    group.block_range(chunk.first_block, chunk.num_blocks)
-    chunk.check(group, chunk.num_blocks)
-    _check_log(group, undo)
-    if chunk.num_blocks == 0:
-        return
+    chunks = undo.chunks if chunk is None else [chunk]
+    for one in chunks:
+        if one not in undo.chunks:
+            raise InputError(f"chunk {one.number} is not logged")
+        _check_chunk(group, one)
     if _triton(group, backend):
         from deltacast.delta.kernels import launch
 
         with _current(group):
-            launch.undo_blocks(group, chunk, undo)
+            for one in chunks:
+                group.upload(one.first_block, one.num_blocks)
+                launch.undo_blocks(group, one, undo)
     else:
-        twin.undo_blocks(group, chunk, undo)
+        for one in chunks:
+            twin.undo_blocks(group, one, undo)
 
 
 def audit_group(
@@ -195,9 +191,11 @@ def audit_group(
         backend: which implementation.
 
     Raises:
-        InputError: no such blocks, or sums of another size, dtype or device.
+        InputError: no such blocks, blocks of a staged baseline that are not on the device, or sums of another size,
+            dtype or device; nothing was run.
     """
     first_block, num_blocks = group.block_range(first_block, num_blocks)
+    group.check_pointed(first_block, num_blocks, new=False)
     _check_sums(group, sums, (group.num_params,))
     if num_blocks == 0:
         return
@@ -205,6 +203,7 @@ def audit_group(
         from deltacast.delta.kernels import launch
 
         with _current(group):
+            group.upload(first_block, num_blocks)
             launch.audit_blocks(group, sums, first_block, num_blocks)
     else:
         twin.audit_blocks(group, sums, first_block, num_blocks)
@@ -228,13 +227,18 @@ def _check_sums(group: ParamGroup, sums: torch.Tensor, shape: tuple[int, ...]) -
         raise InputError("unfit sums", expected=f"int64 {list(shape)} on {group.device}", found=_named(sums))
 
 
-def _check_log(group: ParamGroup, undo: UndoLog) -> None:
-    if undo.values.dtype != group.torch_word or undo.values.device != group.device:
+def _check_chunk(group: ParamGroup, chunk: RawChunk, *, diff: bool = False) -> None:
+    arena = chunk.arena
+    found = (arena.counts.numel(), arena.values.dtype, arena.counts.device)
+    if found != (group.num_blocks, group.torch_word, group.device):
         raise InputError(
-            "an undo log made for another group",
-            expected=f"{group.torch_word} on {group.device}",
-            found=_named(undo.values),
+            "a chunk of an arena made for another group",
+            expected=f"{group.num_blocks} blocks of {group.torch_word} on {group.device}",
+            found="{} blocks of {} on {}".format(*found),
         )
+    if not diff and chunk.num_changes is None:
+        raise InputError(f"chunk {chunk.number} is not settled", hint="Call Arena.settle.")
+    group.check_pointed(chunk.first_block, chunk.num_blocks, new=diff)
 
 
 def _named(tensor: torch.Tensor) -> str:

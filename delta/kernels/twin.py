@@ -10,9 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from deltacast.delta.kernels.chunk import COUNTS_PER_SUM, NO_FAULT, RawChunk, UndoLog
-from deltacast.delta.kernels.group import BLOCK_WORDS, ParamGroup
+from deltacast.delta.kernels.arena import COUNTS_PER_SUM, RawChunk
+from deltacast.delta.kernels.block_table import BLOCK_WORDS
+from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.key_tables import unit_keys
+from deltacast.delta.kernels.undo import NO_FAULT, UndoLog
 
 __all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "undo_blocks"]
 
@@ -22,12 +24,12 @@ _CHUNK_WORDS = 1 << 20
 def _parts(group: ParamGroup, first_block: int, num_blocks: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield `(parameter, first word, end word, number of its first block in the range)` of a range of blocks."""
     end_block = first_block + num_blocks
-    for param, num_words in enumerate(group.num_words):
+    for param in group.params_of(first_block, num_blocks):
         begin, end = (int(at) for at in group.first_blocks[param : param + 2])
         lo, hi = max(begin, first_block), min(end, end_block)
         if lo < hi:
             first_word = (lo - begin) * BLOCK_WORDS
-            yield param, first_word, min((hi - begin) * BLOCK_WORDS, num_words), lo - first_block
+            yield param, first_word, min((hi - begin) * BLOCK_WORDS, group.num_words[param]), lo - first_block
 
 
 def _weigh(group: ParamGroup, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -56,45 +58,40 @@ def _weigh_run(group: ParamGroup, words: torch.Tensor, first_word: int) -> torch
 
 def diff_blocks(group: ParamGroup, chunk: RawChunk, sums: torch.Tensor, *, audit_baseline: bool) -> None:
     """Diff the chunk's blocks; see `operations.diff_group`."""
-    filled = 0
+    arena, counts = chunk.arena, chunk.counts
+    start = filled = int(arena.starts[chunk.number])
     for param, lo, hi, first in _parts(group, chunk.first_block, chunk.num_blocks):
-        new, base = group.new[param][lo:hi], group.baseline[param][lo:hi]
+        new, base = group.new_words(param)[lo:hi], group.baseline_words(param, lo, hi)
         index = torch.nonzero(new != base).view(-1)
         blocks = -(-(hi - lo) // BLOCK_WORDS)
-        chunk.counts[first : first + blocks] = torch.bincount(index // BLOCK_WORDS, minlength=blocks)
-        kept = index[: max(chunk.capacity - filled, 0)]
+        counts[first : first + blocks] = torch.bincount(index // BLOCK_WORDS, minlength=blocks)
+        kept = index[: max(arena.capacity - filled, 0)]
         place = slice(filled, filled + kept.numel())
         values = new[kept]
-        chunk.offsets[place] = (kept % BLOCK_WORDS).to(torch.int16)
-        chunk.values[place] = values
+        arena.offsets[place] = (kept % BLOCK_WORDS).to(torch.int16)
+        arena.values[place] = values
         filled += index.numel()
         sums[0, param] += _weigh_run(group, new, lo)[0]
         sums[1, param] += _weigh(group, values, kept + lo)[0]
         if audit_baseline:
             sums[2, param] += _weigh_run(group, base, lo)[0]
-    chunk.total.fill_(filled)
-    _sum_counts(chunk)
+    chunk.total.fill_(filled - start)
+    arena.starts[chunk.number + 1] = start + -(-(filled - start) // 16) * 16
 
 
-def _sum_counts(chunk: RawChunk) -> None:
-    for number, start in enumerate(range(0, chunk.num_blocks, COUNTS_PER_SUM)):
-        chunk.count_sums[number] = chunk.counts[start : min(start + COUNTS_PER_SUM, chunk.num_blocks)].sum()
-
-
-def check_blocks(group: ParamGroup, chunk: RawChunk, num_changes: int, fault: torch.Tensor) -> None:
+def check_blocks(group: ParamGroup, chunk: RawChunk, fault: torch.Tensor) -> None:
     """Check counts and offsets of a chunk; see `operations.apply_group`."""
-    blocks = slice(chunk.first_block, chunk.first_block + chunk.num_blocks)
-    sizes = group.blocks[blocks, 2] & 0xFFFFFFFF
-    counts = chunk.counts[: chunk.num_blocks].to(torch.int64)
+    sizes = torch.from_numpy(group.table.num_words)[chunk.first_block :][: chunk.num_blocks].to(group.device)
+    counts = chunk.counts.to(torch.int64)
     _record(fault[:1], (counts < 0) | (counts > sizes), chunk.first_block)
     if int(fault[0]) != NO_FAULT:
         return
-    _sum_counts(chunk)
+    for number, first in enumerate(range(0, chunk.num_blocks, COUNTS_PER_SUM)):
+        chunk.count_sums[number] = counts[first : first + COUNTS_PER_SUM].sum()
     ends = counts.cumsum(0)
-    wrong = ends > num_changes
-    if chunk.num_blocks and int(ends[-1]) != num_changes:
-        wrong[-1] = True
-    owner = torch.repeat_interleave(counts)[:num_changes]
+    wrong = ends > chunk.offsets.numel()
+    wrong[-1] |= ends[-1] != chunk.offsets.numel()
+    owner = torch.repeat_interleave(counts)[: chunk.offsets.numel()]
     offsets = chunk.offsets[: owner.numel()].to(torch.int64) & 0xFFFF
     bad = offsets >= sizes[owner]
     bad[1:] |= (offsets[1:] <= offsets[:-1]) & (owner[1:] == owner[:-1])
@@ -108,41 +105,44 @@ def _record(fault: torch.Tensor, wrong: torch.Tensor, first_block: int) -> None:
         fault[0] = min(int(fault[0]), first_block + int(found[0]))
 
 
-def _places(group: ParamGroup, chunk: RawChunk) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """Yield `(parameter, its changes in the chunk, their int64 positions in it)`."""
-    counts = chunk.counts[: chunk.num_blocks].to(torch.int64)
-    filled = 0
+def _places(group: ParamGroup, chunk: RawChunk) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor, int]]:
+    """Yield `(parameter, its changes in the chunk, its words there, their int64 indices in those, the first word)`."""
+    counts, filled = chunk.counts.to(torch.int64), 0
     for param, lo, hi, first in _parts(group, chunk.first_block, chunk.num_blocks):
         mine = counts[first : first - (lo - hi) // BLOCK_WORDS]
         place = slice(filled, filled + int(mine.sum()))
         filled = place.stop
-        offsets = chunk.offsets[place].to(torch.int64) & 0xFFFF
-        yield param, place, offsets + torch.repeat_interleave(mine) * BLOCK_WORDS + lo
+        index = (chunk.offsets[place].to(torch.int64) & 0xFFFF) + torch.repeat_interleave(mine) * BLOCK_WORDS
+        yield param, place, group.baseline_words(param, lo, hi), index, lo
 
 
-def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
+def apply_blocks(
+    group: ParamGroup, chunk: RawChunk, undo: UndoLog | None, sums: torch.Tensor, fault: torch.Tensor
+) -> None:
     """Write a checked chunk; see `operations.apply_group`."""
     if int(fault.min()) != NO_FAULT:
         return
-    undo.applied.fill_(1)
-    for param, place, positions in _places(group, chunk):
-        words, new = group.baseline[param], chunk.values[place]
-        old = words[positions]
-        undo.values[place] = old
-        sums[0, param] += _weigh(group, old, positions)[0]
-        sums[1, param] += _weigh(group, new, positions)[0]
-        words.index_copy_(0, positions, new)
+    if undo is not None:
+        undo.applied[chunk.number] = 1
+    for param, place, words, index, first_word in _places(group, chunk):
+        old, new = words[index], chunk.values[place]
+        if undo is not None:
+            undo.values[chunk.place][place] = old
+        sums[0, param] += _weigh(group, old, index + first_word)[0]
+        sums[1, param] += _weigh(group, new, index + first_word)[0]
+        words.index_copy_(0, index, new)
 
 
 def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
     """Write back what applying the chunk overwrote; see `operations.undo_group`."""
-    if not int(undo.applied):
+    if not int(undo.applied[chunk.number]):
         return
-    for param, place, positions in _places(group, chunk):
-        group.baseline[param].index_copy_(0, positions, undo.values[place])
+    old = undo.values[chunk.place]
+    for _, place, words, index, _ in _places(group, chunk):
+        words.index_copy_(0, index, old[place])
 
 
 def audit_blocks(group: ParamGroup, sums: torch.Tensor, first_block: int, num_blocks: int) -> None:
     """Fingerprint blocks of the baseline; see `operations.audit_group`."""
     for param, lo, hi, _ in _parts(group, first_block, num_blocks):
-        sums[param] += _weigh_run(group, group.baseline[param][lo:hi], lo)[0]
+        sums[param] += _weigh_run(group, group.baseline_words(param, lo, hi), lo)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +17,16 @@ from fingerprint_twin import bytes_fingerprint, digests
 from tensor_bytes import WORDS, random_tensor, raw_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    rng = np.random.default_rng(seed)
+def _tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(0)
     made = {f"p.{name}": random_tensor(rng, name, (3, 5)) for name in WORDS}
     made["scalar"] = random_tensor(rng, "float32", ())
     made["empty"] = random_tensor(rng, "bfloat16", (0, 4))
     made["transposed"] = random_tensor(rng, "bfloat16", (6, 4)).t()
-    return made
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def _flip(tensor: torch.Tensor, position: int, bit: int = 0) -> None:
@@ -32,18 +34,23 @@ def _flip(tensor: torch.Tensor, position: int, bit: int = 0) -> None:
     words.view(-1)[position] ^= 1 << bit
 
 
+def _fingerprint(tensor: torch.Tensor) -> int:
+    return bytes_fingerprint(raw_bytes(tensor.cpu()), WORDS[str(tensor.dtype).removeprefix("torch.")][0])
+
+
 def _twin_digest(tensors: dict[str, torch.Tensor]) -> str:
     rows = []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        rows.append((name, dtype, tuple(tensor.shape), bytes_fingerprint(raw_bytes(tensor), WORDS[dtype][0])))
+        rows.append((name, dtype, tuple(tensor.shape), _fingerprint(tensor)))
     return digests(rows)[1]
 
 
+@DEVICES
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_digest_is_the_twins_of_every_dtype_and_layout(threads: int) -> None:
+def test_the_digest_is_the_twins_of_every_dtype_and_layout(threads: int, device: str) -> None:
     """All dtypes, 0-d, empty and transposed together give the digest of their canonical bytes."""
-    tensors = _tensors()
+    tensors = _tensors(device)
     state = WeightState(tensors, version=4, threads=threads)
     assert state.digest == _twin_digest(tensors)
     assert (state.version, state.audited_through) == (4, 4)
@@ -58,10 +65,11 @@ def test_tensors_are_not_copied() -> None:
         assert state.memory(name).tensor.data_ptr() == tensor.data_ptr()
 
 
+@DEVICES
 @pytest.mark.parametrize("name", sorted(_tensors()))
-def test_an_audit_names_the_parameter_with_a_flipped_bit(name: str) -> None:
+def test_an_audit_names_the_parameter_with_a_flipped_bit(name: str, device: str) -> None:
     """One bit, anywhere, of any dtype is found under its name, with both fingerprints; flipping it back clears it."""
-    tensors = _tensors()
+    tensors = _tensors(device)
     state = WeightState(tensors, version=1)
     tensor = tensors[name]
     if not tensor.numel():
@@ -71,7 +79,7 @@ def test_an_audit_names_the_parameter_with_a_flipped_bit(name: str) -> None:
     place = tuple(extent - 1 for extent in flat.shape)
     flat[place] ^= 1
     assert state.audit([other for other in tensors if other != name]) == []
-    found = bytes_fingerprint(raw_bytes(tensor), WORDS[str(tensor.dtype).removeprefix("torch.")][0])
+    found = _fingerprint(tensor)
     assert state.audit() == [Damage(name, before, found)]
     assert f"{name}: expected {before:016x}, found {found:016x}" in str(state.audit()[0])
     flat[place] ^= 1
@@ -126,10 +134,11 @@ def test_a_rolling_audit_without_slices_is_refused(of: int) -> None:
         state.audit_rolling(0, of)
 
 
+@DEVICES
 @pytest.mark.parametrize("first_step", [0, 5, 1001])
-def test_a_rolling_audit_finds_a_flip_within_one_turn(first_step: int) -> None:
+def test_a_rolling_audit_finds_a_flip_within_one_turn(first_step: int, device: str) -> None:
     """Whichever parameter is damaged, exactly one of any `of` consecutive steps names it."""
-    tensors = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(20)}
+    tensors = {f"p{i}": torch.full((i + 1,), float(i), device=device) for i in range(20)}
     state = WeightState(tensors, version=0)
     for name, tensor in tensors.items():
         _flip(tensor, 0, 17)
@@ -184,6 +193,53 @@ def test_an_empty_state_has_a_digest_and_its_own_version() -> None:
     assert state.audited_through == 2
     assert state.audit() == []
     assert state.audit_rolling(3, 16) == []
+
+
+# --- words that came by other means -----------------------------------------------------------------------------------
+
+
+@DEVICES
+def test_advancing_takes_over_version_and_fingerprints_and_audits_nothing(device: str) -> None:
+    """Whoever wrote the words says what they are: the digest follows, and the next audit is the first to look."""
+    tensors = _tensors(device)
+    state = WeightState(tensors, version=4)
+    _flip(tensors["p.float32"], 7)
+    _flip(tensors["p.bool"], 0)
+    said = np.array([_fingerprint(tensors[meta.name]) for meta in state.table], np.uint64)
+    state.advance(6, said)
+    said[:] = 0  # the caller's own again
+    assert (state.version, state.audited_through) == (6, 4)
+    assert state.digest == _twin_digest(tensors)
+    assert state.audit() == []
+    assert state.audited_through == 6
+
+
+def test_an_audit_finds_words_that_are_not_what_advancing_said() -> None:
+    """The claim is not believed for longer than until the next scan."""
+    weight = torch.zeros(4)
+    state = WeightState({"w": weight}, version=0)
+    state.advance(1, np.array([77], np.uint64))
+    assert state.audit() == [Damage("w", 77, 0)]
+    assert state.audited_through == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "fingerprints", "said"),
+    [
+        (-1, np.zeros(2, np.uint64), "from 0"),
+        (2, np.zeros(3, np.uint64), r"uint64 \[2\], found uint64 \[3\]"),
+        (2, np.zeros((2, 1), np.uint64), "unfit"),
+        (2, np.zeros(2, np.int64), "int64"),
+        (2, np.zeros(2), "float64"),
+    ],
+)
+def test_advancing_to_what_cannot_be_moves_nothing(version: int, fingerprints: Any, said: str) -> None:
+    """A negative version, or not one unsigned sum per parameter."""
+    state = WeightState({"a": torch.ones(1), "b": torch.ones(2)}, version=1)
+    before = (state.digest, state.version, state.audited_through)
+    with pytest.raises(InputError, match=said):
+        state.advance(version, fingerprints)
+    assert (state.digest, state.version, state.audited_through) == before
 
 
 # --- what cannot be a state ----------------------------------------------------------------------------------------

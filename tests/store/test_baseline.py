@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +18,24 @@ from deltacast.delta.state import WeightState
 from deltacast.delta.table import ParamMeta
 from deltacast.store import Baseline
 from fingerprint_twin import bytes_fingerprint, digests
-from tensor_bytes import WORDS, copied, everything, listed, random_tensor, raw_bytes, state_bytes, tensor_of
+from tensor_bytes import WORDS, copied, listed, random_tensor, raw_bytes, tensor_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+@pytest.fixture(
+    params=[
+        "cpu from cpu",
+        "mmap from cpu",
+        *(pytest.param(f"{place} from cpu", marks=pytest.mark.gpu) for place in ("pinned", "cuda", "cuda:0")),
+        *(pytest.param(f"{place} from cuda", marks=pytest.mark.gpu) for place in ("cpu", "mmap", "pinned", "cuda")),
+    ]
+)
+def setting(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """Where a source's weights are, and the options of a baseline for each placement."""
+    placement, source = request.param.split(" from ")
+    folder = {"folder": tmp_path} if placement == "mmap" else {}
+    return source, {"placement": placement, "run_id": "run", **folder}
 
 
 class _Source:
@@ -37,19 +54,36 @@ class _Source:
         yield from self.held.items()
 
 
-def _tensors() -> dict[str, torch.Tensor]:
+def _tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Every dtype in an odd size, 0-d and empty; not in the order of the names."""
     rng = np.random.default_rng(1)
-    return {f"p.{name}": random_tensor(rng, name, (3, 4)) for name in WORDS}
+    made = {f"p.{name}": random_tensor(rng, name, (3, 5)) for name in reversed(WORDS)}
+    made |= {"scalar": random_tensor(rng, "bfloat16", ()), "empty": random_tensor(rng, "float32", (2, 0))}
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
-def test_the_copy_is_private() -> None:
-    """The source may be overwritten, freed or turned: the baseline keeps the bits that it saw."""
-    tensors = _tensors()
-    kept = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
-    baseline = Baseline(_Source(tensors), run_id="r", version=4)
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}
+
+
+def _held(state: WeightState) -> dict[str, bytes]:
+    return _bytes({memory.name: memory.tensor for memory in state.memories})
+
+
+def _everything(baseline: Baseline) -> tuple[object, ...]:
+    state = baseline.state
+    return _held(state), state.version, state.digest, state.audited_versions.tolist()
+
+
+def test_the_copy_is_private(setting: tuple[str, dict[str, Any]]) -> None:
+    """The source may be overwritten, freed or turned: the baseline keeps the bits that it saw, wherever it is."""
+    device, options = setting
+    tensors = _tensors(device)
+    kept = _bytes(tensors)
+    baseline = Baseline(_Source(tensors), version=4, **options)
     for tensor in tensors.values():
-        tensor.view(torch.uint8).zero_()
-    assert state_bytes(baseline.state) == kept
+        tensor.view(-1).view(torch.uint8).zero_()
+    assert _held(baseline.state) == kept
     assert (baseline.version, baseline.state.audit()) == (4, [])
     rows = [
         (meta.name, meta.dtype, meta.shape, bytes_fingerprint(kept[meta.name], WORDS[meta.dtype][0]))
@@ -68,12 +102,18 @@ def test_the_copy_is_private() -> None:
         ("float8_e5m2", "7dfd8001"),
     ],
 )
-def test_signalling_nans_and_zeros_are_copied_as_bits(dtype: str, raw: str) -> None:
+def test_signalling_nans_and_zeros_are_copied_as_bits(
+    dtype: str, raw: str, setting: tuple[str, dict[str, Any]]
+) -> None:
     """Signalling NaNs stay signalling, -0.0 and subnormals stay, contiguous or not."""
+    device, options = setting
     whole = tensor_of(dtype, bytes.fromhex(raw), (4,))
-    for tensor in (whole, whole[::2], whole.view(2, 2).t(), whole[:1].expand(3)):
-        baseline = Baseline(_Source({"w": tensor}), run_id="r")
-        assert state_bytes(baseline.state)["w"] == raw_bytes(tensor)
+    turns: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: t, lambda t: t[::2], lambda t: t.view(2, 2).t(), lambda t: t[:1].expand(3)
+    ]  # fmt: skip
+    for turn in turns:
+        baseline = Baseline(_Source({"w": turn(whole.to(device))}), **options)
+        assert _held(baseline.state)["w"] == raw_bytes(turn(whole))
 
 
 def test_lazy_conjugates_and_leaves_are_copied_resolved() -> None:
@@ -85,27 +125,30 @@ def test_lazy_conjugates_and_leaves_are_copied_resolved() -> None:
     assert not baseline.state.memory("w").tensor.requires_grad
 
 
-def test_a_diff_moves_nothing_and_an_update_owns_its_memory() -> None:
+def test_a_diff_moves_nothing_and_an_update_owns_its_memory(setting: tuple[str, dict[str, Any]]) -> None:
     """The baseline stays at its version until it advances, by what was sent, not by what the source then is."""
-    tensors = _tensors()
+    device, options = setting
+    tensors = _tensors(device)
     source = _Source(tensors)
-    baseline = Baseline(source, run_id="run", epoch=2, version=3)
-    worker = WeightState(copied(tensors), version=3)
-    before = everything(baseline.state)
+    baseline = Baseline(source, epoch=2, version=3, **options)
+    worker = WeightState(copied({name: tensor.cpu() for name, tensor in tensors.items()}), version=3)
+    before = _everything(baseline)
     tensors["p.float32"].view(torch.int32)[1, 2] ^= 5
     tensors["p.complex64"].view(torch.float32)[0, 1] = -0.0
-    sent = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    tensors["scalar"].view(torch.int16).bitwise_xor_(1)
+    sent = _bytes(tensors)
     update = baseline.diff(source, optimizer_step=77)
-    assert everything(baseline.state) == before
+    assert {patch.name for patch in update.patches} == {"p.float32", "p.complex64", "scalar"}
+    assert _everything(baseline) == before
     assert (update.run_id, update.epoch, update.base_version, update.target_version) == ("run", 2, 3, 4)
     assert update.optimizer_step == 77
     for tensor in tensors.values():  # the optimizer's next step comes before the decision
-        tensor.view(torch.uint8).fill_(1)
+        tensor.view(-1).view(torch.uint8).fill_(1)
     staged = baseline.stage(update)
-    assert everything(baseline.state) == before
+    assert _everything(baseline) == before
     apply_update(worker, update)
     baseline.advance(staged)
-    assert state_bytes(baseline.state) == state_bytes(worker) == sent
+    assert _held(baseline.state) == _held(worker) == sent
     assert baseline.digest == worker.digest == update.target_digest
     assert (baseline.version, baseline.state.audit()) == (4, [])
 
@@ -142,11 +185,12 @@ def test_only_its_own_updates_advance_it() -> None:
     assert (baseline.version, baseline.state.memory("w").tensor.tolist()) == (1, [1.0, 0, 0, 0])
 
 
-def test_seeds_and_repairs_come_from_the_baseline() -> None:
+def test_seeds_and_repairs_come_from_the_baseline(setting: tuple[str, dict[str, Any]]) -> None:
     """A seed gives an empty worker the baseline's bits and version; a repair is for the names given, tied or not."""
-    tensors = {"embed": torch.arange(4.0), "w": torch.ones(3)}
-    baseline = Baseline(_Source(tensors, {"head": "embed"}), run_id="r", version=6)
-    worker = WeightState({name: torch.empty_like(tensor) for name, tensor in tensors.items()})
+    device, options = setting
+    tensors = {"embed": torch.arange(4.0, device=device), "w": torch.ones(3, device=device)}
+    baseline = Baseline(_Source(tensors, {"head": "embed"}), version=6, **options)
+    worker = WeightState({name: torch.empty(tensor.shape) for name, tensor in tensors.items()})
     apply_update(worker, baseline.seed())
     assert (worker.version, worker.digest) == (6, baseline.digest)
     worker.memory("embed").tensor[2] = 9.0
@@ -158,18 +202,81 @@ def test_seeds_and_repairs_come_from_the_baseline() -> None:
         baseline.seed(["nobody"])
 
 
+# --- words that came by other means -----------------------------------------------------------------------------------
+
+
+def test_it_adopts_a_version_that_was_written_into_its_memory(setting: tuple[str, dict[str, Any]]) -> None:
+    """Version and fingerprints move together; the bits are those that were written, and count as not audited yet."""
+    device, options = setting
+    tensors = {"w": torch.arange(70.0, device=device), "b": torch.ones(3, dtype=torch.bfloat16, device=device)}
+    source = _Source(tensors)
+    baseline = Baseline(source, version=3, **options)
+    extent = baseline.memory.extents["w"]
+    baseline.memory.buffers[4][extent.first_word + 69] ^= -(2**31)
+    tensors["w"][69] = -69.0
+    said = np.array([bytes_fingerprint(raw, width) for raw, width in zip(*_in_table_order(tensors), strict=True)])
+    baseline.adopt(9, said.astype(np.uint64))
+    assert (baseline.version, baseline.state.audited_through) == (9, 3)
+    assert baseline.diff(source).patches == ()
+    assert _held(baseline.state) == _bytes(tensors)
+    assert baseline.state.audit() == []
+    assert baseline.state.audited_through == 9
+
+
+def _in_table_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[bytes], list[int]]:
+    names = sorted(tensors)
+    return [_bytes(tensors)[name] for name in names], [tensors[name].element_size() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("version", "fingerprints"),
+    [(3, np.zeros(1, np.uint64)), (2, np.zeros(1, np.uint64)), (4, np.zeros(2, np.uint64)), (4, np.zeros(1))],
+)
+def test_adopting_what_cannot_be_moves_nothing(version: int, fingerprints: Any) -> None:
+    """A version that is not newer, or not one unsigned sum per parameter."""
+    baseline = Baseline(_Source({"w": torch.ones(3)}), run_id="r", version=3)
+    before = _everything(baseline)
+    with pytest.raises(InputError):
+        baseline.adopt(version, fingerprints)
+    assert _everything(baseline) == before
+
+
+# --- what cannot be a baseline -------------------------------------------------------------------------------------
+
+
+def test_the_source_is_copied_one_parameter_at_a_time() -> None:
+    """When a parameter is made, at most the one before it is still alive."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Lazy(_Source):
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self.held.items():
+                alive.append(sum(ref() is not None for ref in made))
+                copy = tensor.clone()
+                made.append(weakref.ref(copy))
+                yield name, copy
+                del copy
+
+    Baseline(Lazy(_tensors()), run_id="r")
+    assert max(alive) <= 1
+    assert all(ref() is None for ref in made)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"placement": "disk"}, "disk"),
         ({"placement": "CPU"}, "CPU"),
         ({"placement": None}, "None"),
+        ({"placement": "mmap"}, "needs a folder"),
+        ({"placement": "cpu", "folder": "/tmp"}, "only a baseline on disk"),
         ({"epoch": -1}, "epoch -1"),
         ({"version": -1}, "version -1"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
-    """An unknown placement, a negative epoch or version: named, and before the source is read."""
+    """An unknown placement, a folder too few or too many, a negative epoch or version: before the source is read."""
 
     class Unread(_Source):
         def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

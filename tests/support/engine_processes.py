@@ -76,9 +76,9 @@ class DyingWorker(SparseNcclWorker):
         if step == self._die_step and number == self._die_round:
             os.kill(os.getpid(), self._die_how)
 
-    def _prepare(self, current: Any, rows: bytes) -> str:
+    def _prepare(self, current: Any, header: bytes) -> str:
         self._maybe_die("ready", current.propose.key.round)
-        return super()._prepare(current, rows)
+        return super()._prepare(current, header)
 
     def _receive_payload(self, current: Any) -> Any:
         self._maybe_die("payload", current.propose.key.round)

@@ -1,15 +1,9 @@
-"""Diff, apply, undo and audit of groups. Right values: numpy over the words, and the project's own CPU fingerprints.
-
-The same bodies run on the torch twin (CPU and GPU), on the Triton kernels (`-m gpu`), and on the kernels in Triton's
-interpreter where TRITON_INTERPRET=1 is set.
-"""
+"""Diff, apply, undo and audit of groups. Right values: numpy over the words, and the project's own CPU fingerprints."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,11 +13,12 @@ from hypothesis import strategies as st
 
 from deltacast.delta.bits import Words, from_words, numpy_words
 from deltacast.delta.dtypes import DTYPES
-from deltacast.delta.errors import InputError, TableError
+from deltacast.delta.errors import InputError
 from deltacast.delta.fingerprint import change_sums, words_fingerprint
 from deltacast.delta.kernels import (
     BLOCK_WORDS,
     NO_FAULT,
+    Arena,
     Backend,
     ParamGroup,
     RawChunk,
@@ -42,16 +37,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim"),  # Triton 3.6's interpreter, on numpy < 2.4
 ]
 
-INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(("cpu", "torch"), id="twin"),
-        pytest.param(("cpu", "triton"), id="interpreted", marks=pytest.mark.skipif(not INTERPRETED, reason="not set")),
-        pytest.param(("cuda", "torch"), id="gpu-twin", marks=pytest.mark.gpu),
-        pytest.param(("cuda", "triton"), id="gpu", marks=pytest.mark.gpu),
-    ],
-)
 Place = tuple[str, Backend]
 
 EDGES = [1, 7, 8, 15, 17, 1023, 1024, 1025, 4095, 4097, 65535, 65536, 65537, 131072 + 3]
@@ -108,11 +93,13 @@ def make_case(
     return Case(old, new, base, ParamGroup(base, target))
 
 
-def run_diff(case: Case, backend: Backend, capacity: int | None = None) -> tuple[RawChunk, list[list[int]]]:
-    group = case.group
-    chunk = RawChunk.allocate(group, group.num_blocks, case.total if capacity is None else capacity)
+def run_diff(case: Case, backend: Backend) -> tuple[RawChunk, list[list[int]]]:
+    """Diff the whole group as one chunk; it and its sums."""
+    group, arena = case.group, Arena(case.group, case.total, 1)
+    chunk = arena.chunk(0, group.num_blocks)
     sums = torch.zeros(3, group.num_params, dtype=torch.int64, device=group.device)
     diff_group(group, chunk, sums=sums, scratch=masks(group, group.num_blocks), audit_baseline=True, backend=backend)
+    arena.settle(chunk, int(chunk.total))
     return chunk, unsigned(sums)
 
 
@@ -132,12 +119,11 @@ def expected(case: Case) -> tuple[list[int], list[int], list[int]]:
 
 
 def found(case: Case, chunk: RawChunk) -> tuple[list[int], list[int], list[int]]:
-    count = chunk.read_total()
     word = np.dtype(f"<u{case.group.word_bytes}")
     return (
-        chunk.counts[: chunk.num_blocks].tolist(),
-        chunk.offsets[:count].cpu().numpy().view("<u2").tolist(),
-        chunk.values[:count].cpu().numpy().view(word).tolist(),
+        chunk.counts.tolist(),
+        chunk.offsets.cpu().numpy().view("<u2").tolist(),
+        chunk.values.cpu().numpy().view(word).tolist(),
     )
 
 
@@ -157,7 +143,6 @@ def words_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [numpy_words(tensor).tolist() for tensor in tensors]
 
 
-@PLACES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_diff_of_every_dtype_holds_counts_offsets_values_and_sums(place: Place, dtype: str) -> None:
     """All bit patterns; a scalar, an empty tensor, and tensors that end inside a block."""
@@ -165,7 +150,6 @@ def test_a_diff_of_every_dtype_holds_counts_offsets_values_and_sums(place: Place
     check_diff(make_case(device, dtype, [(), (0, 3), (5, 1031), (3, 7, 211)], 0.2), backend)
 
 
-@PLACES
 @pytest.mark.parametrize("word_bytes", NAME_OF_WIDTH)
 @pytest.mark.parametrize("shift", [0, 1, 3])
 def test_sizes_around_every_boundary_and_unaligned_starts(place: Place, word_bytes: int, shift: int) -> None:
@@ -174,7 +158,6 @@ def test_sizes_around_every_boundary_and_unaligned_starts(place: Place, word_byt
     check_diff(make_case(device, NAME_OF_WIDTH[word_bytes], [(size,) for size in EDGES], shift=shift), backend)
 
 
-@PLACES
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_nothing_half_and_everything_changed(place: Place, share: float) -> None:
     """The loops over set bits run as often as they must: never, long, and through full blocks."""
@@ -182,7 +165,6 @@ def test_nothing_half_and_everything_changed(place: Place, share: float) -> None
     check_diff(make_case(device, "bfloat16", [(65536 + 100,), (1,)], share), backend)
 
 
-@PLACES
 def test_bits_are_compared_and_not_values(place: Place) -> None:
     """-0.0 differs from 0.0, and a NaN with the same payload is no change."""
     device, backend = place
@@ -193,61 +175,6 @@ def test_bits_are_compared_and_not_values(place: Place) -> None:
     assert chunk.offsets[:2].tolist() == [0, 2]
 
 
-@PLACES
-def test_chunks_of_a_group_join_to_the_whole(place: Place) -> None:
-    """Ranges of blocks can be diffed apart, into one set of sums."""
-    device, backend = place
-    case = make_case(device, "bfloat16", [(150000,), (3,), (0,), (70000,)])
-    group, scratch = case.group, masks(case.group, 2)
-    sums = torch.zeros(3, group.num_params, dtype=torch.int64, device=device)
-    parts = []
-    for first in range(0, group.num_blocks, 2):
-        chunk = RawChunk.allocate(group, 2, case.total)
-        count = min(2, group.num_blocks - first)
-        diff_group(group, chunk, sums=sums, scratch=scratch, first_block=first, num_blocks=count, backend=backend)
-        parts.append(found(case, chunk))
-    assert tuple([value for part in parts for value in part[i]] for i in range(3)) == expected(case)
-    assert unsigned(sums)[0] == [words_fingerprint(words) for words in case.new]
-    assert unsigned(sums)[2] == [0] * group.num_params
-
-
-@PLACES
-def test_an_overflow_tells_the_total_and_writes_nothing_past_the_end(place: Place) -> None:
-    """The chunk holds the first changes; the bytes behind its buffers stay."""
-    device, backend = place
-    case = make_case(device, "bfloat16", [(70000,), (70000,)])
-    counts, offsets, values = expected(case)
-    for capacity in (0, 1, counts[0] + 5, case.total - 1):
-        room = [torch.full((case.total,), -7, dtype=torch.int16, device=device) for _ in range(2)]
-        chunk = RawChunk.allocate(case.group, case.group.num_blocks, 0)
-        chunk.offsets, chunk.values = (buffer[:capacity] for buffer in room)
-        sums = torch.zeros(3, 2, dtype=torch.int64, device=device)
-        diff_group(case.group, chunk, sums=sums, scratch=masks(case.group, case.group.num_blocks), backend=backend)
-        assert chunk.read_total() == case.total
-        assert chunk.counts.tolist() == counts
-        assert chunk.offsets.cpu().numpy().view("<u2").tolist() == offsets[:capacity]
-        assert chunk.values.cpu().numpy().view("<u2").tolist() == values[:capacity]
-        assert all((buffer[capacity:] == -7).all() for buffer in room)
-
-
-@PLACES
-def test_equal_inputs_give_equal_bytes(place: Place) -> None:
-    """Two runs, buffers poisoned differently before each."""
-    device, backend = place
-    case = make_case(device, "float32", [(200000,), (1000,)])
-    runs = []
-    for poison in (1, 2):
-        chunk = RawChunk.allocate(case.group, case.group.num_blocks, case.total)
-        for buffer in (chunk.counts, chunk.offsets, chunk.values, chunk.count_sums):
-            buffer.fill_(poison)
-        scratch = masks(case.group, case.group.num_blocks).fill_(-poison)
-        sums = torch.zeros(3, 2, dtype=torch.int64, device=device)
-        diff_group(case.group, chunk, sums=sums, scratch=scratch, backend=backend)
-        runs.append((found(case, chunk), sums.tolist()))
-    assert runs[0] == runs[1]
-
-
-@PLACES
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "float32", "complex128"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_apply_writes_keeps_and_sums_and_undo_takes_it_back(place: Place, dtype: str, shift: int) -> None:
@@ -255,40 +182,17 @@ def test_apply_writes_keeps_and_sums_and_undo_takes_it_back(place: Place, dtype:
     device, backend = place
     case = make_case(device, dtype, [(70000,), (), (0,), (3, 500)], 0.1, shift)
     chunk, (_, change, _) = run_diff(case, backend)
-    undo = UndoLog.allocate(case.group, case.total)
+    undo = UndoLog(chunk.arena)
     sums = torch.zeros(2, case.group.num_params, dtype=torch.int64, device=device)
     fault = faults(case.group)
-    apply_group(case.group, chunk, case.total, undo, sums=sums, fault=fault, backend=backend)
+    apply_group(case.group, chunk, undo, sums=sums, fault=fault, backend=backend)
     assert fault.tolist() == [NO_FAULT] * 2
     assert words_of(case.base) == [words.tolist() for words in case.new]
     before = [change_sums(p, a[p], b[p])[0] for p, a, b in zip(case.positions, case.old, case.new, strict=True)]
     assert unsigned(sums) == [before, change]
     for _ in range(2):
-        undo_group(case.group, chunk, undo, backend=backend)
+        undo_group(case.group, undo, backend=backend)
         assert words_of(case.base) == [words.tolist() for words in case.old]
-
-
-@PLACES
-def test_chunks_can_be_applied_and_undone_apart(place: Place) -> None:
-    """Each chunk has its own log; undoing one leaves the other."""
-    device, backend = place
-    case = make_case(device, "bfloat16", [(150000,), (70000,)])
-    group = case.group
-    sums = torch.zeros(2, group.num_params, dtype=torch.int64, device=device)
-    done = []
-    for first, count in ((0, 2), (2, 3)):
-        chunk, undo = RawChunk.allocate(group, count, case.total), UndoLog.allocate(group, case.total)
-        diff = torch.zeros(3, group.num_params, dtype=torch.int64, device=device)
-        diff_group(
-            group, chunk, sums=diff, scratch=masks(group, count), first_block=first, num_blocks=count, backend=backend
-        )
-        apply_group(group, chunk, chunk.read_total(), undo, sums=sums, fault=faults(group), backend=backend)
-        done.append((chunk, undo))
-    assert words_of(case.base) == [words.tolist() for words in case.new]
-    undo_group(group, *done[0], backend=backend)
-    cut = 2 * BLOCK_WORDS
-    assert numpy_words(case.base[0]).tolist() == [*case.old[0][:cut].tolist(), *case.new[0][cut:].tolist()]
-    assert numpy_words(case.base[1]).tolist() == case.new[1].tolist()
 
 
 def _swap(chunk: RawChunk) -> None:
@@ -328,7 +232,6 @@ def _one_less(chunk: RawChunk) -> None:
     chunk.counts[1] -= 1
 
 
-@PLACES
 @pytest.mark.parametrize(
     ("harm", "fault_blocks"),
     [
@@ -352,19 +255,19 @@ def test_a_hostile_chunk_is_named_and_writes_nothing(
     good, _ = run_diff(case, backend)
     bad, _ = run_diff(case, backend)
     harm(bad)
-    undo = UndoLog.allocate(case.group, case.total)
     sums = torch.zeros(2, 1, dtype=torch.int64, device=device)
     fault = faults(case.group)
     for chunk in (bad, good):
-        apply_group(case.group, chunk, case.total, undo, sums=sums, fault=fault, backend=backend)
+        undo = UndoLog(chunk.arena)
+        undo.applied.fill_(1)
+        apply_group(case.group, chunk, undo, sums=sums, fault=fault, backend=backend)
         undo.values.fill_(77)
-        undo_group(case.group, chunk, undo, backend=backend)
+        undo_group(case.group, undo, backend=backend)
         assert fault.tolist() == fault_blocks
         assert words_of(case.base) == [words.tolist() for words in case.old]
         assert sums.tolist() == [[0], [0]]
 
 
-@PLACES
 @pytest.mark.parametrize("word_bytes", NAME_OF_WIDTH)
 def test_an_audit_is_the_fingerprint_and_slices_add_up(place: Place, word_bytes: int) -> None:
     """Block by block into one sum, or all at once."""
@@ -393,9 +296,7 @@ def test_apply_of_a_diff_gives_the_new_bits(
     case = make_case("cpu", NAME_OF_WIDTH[word_bytes], [(size,) for size in sizes], share, seed=seed)
     chunk, _ = run_diff(case, "torch")
     sums = torch.zeros(2, case.group.num_params, dtype=torch.int64)
-    apply_group(
-        case.group, chunk, case.total, UndoLog.allocate(case.group, case.total), sums=sums, fault=faults(case.group)
-    )
+    apply_group(case.group, chunk, None, sums=sums, fault=faults(case.group))
     assert words_of(case.base) == [words.tolist() for words in case.new]
 
 
@@ -427,87 +328,64 @@ def test_more_than_two_to_the_31_elements() -> None:
     positions = torch.tensor([0, 1, 2**31 - 1, 2**31, 2**31 + 65536, count - 1], device="cuda")
     new[positions] ^= 1
     group = ParamGroup([old], [new])
-    chunk, undo = RawChunk.allocate(group, group.num_blocks, 10), UndoLog.allocate(group, 10)
+    arena = Arena(group, 10, 1)
+    chunk, undo = arena.chunk(0, group.num_blocks), UndoLog(arena)
     sums = torch.zeros(3, 1, dtype=torch.int64, device="cuda")
     diff_group(group, chunk, sums=sums, scratch=masks(group, group.num_blocks), backend="triton")
-    assert chunk.read_total() == 6
+    arena.settle(chunk, int(chunk.total))
+    assert chunk.num_changes == 6
     blocks = torch.repeat_interleave(chunk.counts.to(torch.int64))
-    offsets = chunk.offsets[:6].to(torch.int64) & 0xFFFF
+    offsets = chunk.offsets.to(torch.int64) & 0xFFFF
     assert (blocks * BLOCK_WORDS + offsets).tolist() == positions.tolist()
     assert unsigned(sums)[0] == [words_fingerprint(numpy_words(new))]
     before = old[positions].clone()
     apply_sums = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
-    apply_group(group, chunk, 6, undo, sums=apply_sums, fault=faults(group), backend="triton")
+    apply_group(group, chunk, undo, sums=apply_sums, fault=faults(group), backend="triton")
     assert torch.equal(old, new)
-    undo_group(group, chunk, undo, backend="triton")
+    undo_group(group, undo, backend="triton")
     assert torch.equal(old[positions], before)
     audit = torch.zeros(1, dtype=torch.int64, device="cuda")
     audit_group(group, audit, backend="triton")
     assert int(audit) == int(sums[0] - apply_sums[1] + apply_sums[0])
 
 
-def _tensors(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [torch.zeros(4, 6, dtype=dtype)]
-
-
-@pytest.mark.parametrize(
-    ("baseline", "new", "error"),
-    [
-        ([], None, InputError),
-        ([torch.zeros(4, 6).t()], None, InputError),
-        ([torch.zeros(4, device="meta")], None, InputError),
-        ([torch.zeros(4), torch.zeros(4, device="meta")], None, InputError),
-        ([torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)], None, TableError),
-        (_tensors(), _tensors(torch.float16), TableError),
-        (_tensors(), [torch.zeros(6, 4, dtype=torch.bfloat16)], TableError),
-        (_tensors(), [], InputError),
-    ],
-)
-def test_a_group_refuses_what_it_cannot_address(
-    baseline: list[torch.Tensor], new: list[torch.Tensor] | None, error: type[Exception]
-) -> None:
-    """Before anything runs, by a named error."""
-    with pytest.raises(error):
-        ParamGroup(baseline, new)
-
-
-def test_errors_name_the_parameter() -> None:
-    """By the name that the caller gave."""
-    with pytest.raises(TableError, match=r"lm_head") as caught:
-        ParamGroup(_tensors(), [torch.zeros(3)], names=["lm_head"])
-    assert caught.value.parameter == "lm_head"
-
-
 def test_buffers_that_do_not_fit_are_refused() -> None:
-    """Sums, scratch, chunk, log and fault record are checked before the first launch."""
-    group = ParamGroup(_tensors(), _tensors())
-    other = ParamGroup(_tensors(torch.float32))
-    chunk, undo, scratch = RawChunk.allocate(group, 1, 10), UndoLog.allocate(group, 10), masks(group, 1)
+    """Chunk, sums, scratch, log and fault record are checked before the first launch."""
+    weight = torch.zeros(4, 6, dtype=torch.bfloat16)
+    group = ParamGroup([weight], [weight.clone()])
+    blind, other = ParamGroup([weight]), ParamGroup([weight.float()], [weight.float()])
+    longer = ParamGroup([torch.zeros(65537, dtype=torch.bfloat16)])
+    chunk, scratch, fault = Arena(group, 10, 1).chunk(0, 1, 0), masks(group, 1), faults(group)
+    foreign, open_chunk = (Arena(owner, 10, 1).chunk(0, 1) for owner in (other, group))
+    undo = UndoLog(chunk.arena)
     sums3, sums2 = (torch.zeros(rows, 1, dtype=torch.int64) for rows in (3, 2))
     refused: list[Callable[[], None]] = [
         lambda: diff_group(group, chunk, sums=sums2, scratch=scratch),
         lambda: diff_group(group, chunk, sums=sums3.to(torch.int32), scratch=scratch),
         lambda: diff_group(group, chunk, sums=sums3, scratch=scratch[:-1]),
-        lambda: diff_group(group, RawChunk.allocate(group, 0, 10), sums=sums3, scratch=scratch),
-        lambda: diff_group(group, RawChunk.allocate(other, 1, 10), sums=sums3, scratch=scratch),
-        lambda: diff_group(group, chunk, sums=sums3, scratch=scratch, first_block=1, num_blocks=1),
-        lambda: diff_group(other, RawChunk.allocate(other, 1, 10), sums=sums3, scratch=masks(other, 1)),
-        lambda: apply_group(group, chunk, 11, undo, sums=sums2, fault=faults(group)),
-        lambda: apply_group(group, chunk, -1, undo, sums=sums2, fault=faults(group)),
-        lambda: apply_group(group, chunk, 0, UndoLog.allocate(other, 10), sums=sums2, fault=faults(group)),
-        lambda: apply_group(group, chunk, 0, undo, sums=sums3, fault=faults(group)),
-        lambda: apply_group(group, chunk, 0, undo, sums=sums2, fault=faults(group)[:1]),
-        lambda: undo_group(group, chunk, UndoLog.allocate(other, 10)),
+        lambda: diff_group(group, foreign, sums=sums3, scratch=scratch),
+        lambda: diff_group(group, Arena(longer, 10, 1).chunk(1, 1), sums=sums3, scratch=scratch),
+        lambda: diff_group(blind, chunk, sums=sums3, scratch=scratch),
+        lambda: apply_group(group, open_chunk, None, sums=sums2, fault=fault),
+        lambda: apply_group(group, chunk, UndoLog(foreign.arena), sums=sums2, fault=fault),
+        lambda: apply_group(group, chunk, undo, sums=sums3, fault=fault),
+        lambda: apply_group(group, chunk, undo, sums=sums2, fault=fault[:1]),
+        lambda: undo_group(group, undo, chunk),
         lambda: audit_group(group, sums2),
         lambda: audit_group(group, sums2[0], first_block=-1),
     ]
     for call in refused:
         with pytest.raises(InputError):
             call()
-    if not INTERPRETED:
-        with pytest.raises(InputError, match="do not run here"):
-            diff_group(group, chunk, sums=sums3, scratch=scratch, backend="triton")
+    assert undo.chunks == []
     assert sums3.tolist() == [[0]] * 3
+
+
+@pytest.mark.skipif(available(torch.device("cpu")), reason="the interpreter is on")
+def test_kernels_that_do_not_run_here_are_refused() -> None:
+    """Asking for Triton on a CPU is an error, not a silent change to the twin."""
+    with pytest.raises(InputError, match="do not run here"):
+        audit_group(ParamGroup([torch.zeros(1)]), torch.zeros(1, dtype=torch.int64), backend="triton")
 
 
 def test_importing_the_kernels_does_not_import_triton() -> None:

@@ -1,0 +1,221 @@
+"""Packing and unpacking chunks: device work in the caller's thread, zstd in others, so that chunks overlap.
+
+`pack` and `unpack` start the work on a chunk and return at once what is pending; `result()` finishes it. Keep a few
+chunks pending, and chunk k + 1 is transformed while chunk k is compressed::
+
+    sender:    transforms (device) -> one copy -> compress pieces (threads) -> result(): put together, checksum
+    receiver:  unpack(): checksum, header -> inflate pieces (threads) -> result(): one copy -> transforms (device)
+
+Host buffers are pinned and come from torch's own caching allocator, which hands them out again once the copies from
+or to them have run: nothing is allocated anew after the first chunks, and a pending chunk may simply be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+import zstandard
+
+from deltacast.delta.chunk_codec.layout import BLOCK_WORDS, Bytes, ChunkHeader, check_streams, parse, seal
+from deltacast.delta.chunk_codec.transforms import UnpackedChunk, decode_streams, encode_streams, magnitude_masks
+from deltacast.delta.codec.container import ReadBuffer
+from deltacast.delta.codec.decode import inflate
+from deltacast.delta.errors import InputError
+
+__all__ = ["ChunkCodec", "PackingChunk", "UnpackingChunk"]
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST: Final = 2**31 - 1
+_FRAME: Final = zstandard.ZstdCompressionParameters.from_level(
+    1, min_match=7, hash_log=6, write_content_size=True, write_checksum=False
+)
+"""Noise of few symbols: short matches are accidents that cost more than the literals they replace."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackingChunk:
+    """A chunk whose pieces are being compressed."""
+
+    _header: ChunkHeader
+    _pieces: Sequence[Future[ReadBuffer]]
+
+    def result(self) -> Bytes:
+        """Wait, and return the packed chunk: uint8, contiguous, in memory of its own."""
+        return seal(self._header, [piece.result() for piece in self._pieces])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnpackingChunk:
+    """A chunk whose pieces are being inflated."""
+
+    _header: ChunkHeader
+    _streams: torch.Tensor
+    _pieces: Sequence[Future[None]]
+    _block_sizes: torch.Tensor
+
+    def result(self) -> UnpackedChunk:
+        """Wait for the threads, copy to the device, and decode there, on the current stream.
+
+        Raises:
+            FormatError: naming the stream that does not decompress, contradicts another or leaves its block.
+        """
+        for piece in self._pieces:
+            piece.result()
+        check_streams(self._header, self._streams.numpy())
+        streams = self._streams.to(self._block_sizes.device, non_blocking=True)
+        return decode_streams(self._header, streams, self._block_sizes)
+
+
+class ChunkCodec:
+    """Packs and unpacks chunks of one word width on one device; use it as a context, or close it.
+
+    Any thread may call it. Its threads end with `close`.
+
+    Args:
+        device: where counts, offsets and words are.
+        word_bytes: 1, 2, 4 or 8.
+        max_changes: the most changes of a chunk that is unpacked; it takes up to `(2.75 + word_bytes) * max_changes`
+            bytes, pinned if the device is a GPU. At most 2^31 - 1.
+        threads: pieces that are compressed or inflated at once.
+
+    Raises:
+        InputError: an argument out of range.
+    """
+
+    def __init__(self, device: torch.device, word_bytes: int, *, max_changes: int, threads: int = 8) -> None:
+        if word_bytes not in _WORDS or not 0 <= max_changes <= _MOST or threads < 1:
+            raise InputError(
+                "unfit sizes of a chunk codec",
+                expected=f"words of 1, 2, 4 or 8 bytes, up to {_MOST} changes, a thread",
+                found=f"{word_bytes} bytes, {max_changes} changes, {threads} threads",
+            )
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors name it
+        self.word_bytes = word_bytes
+        self.max_changes = max_changes
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="deltacast-chunk")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop what has not begun and wait for the threads; a chunk still pending then raises `CancelledError`."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def pack(
+        self,
+        counts: torch.Tensor,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        old: torch.Tensor,
+        *,
+        signed_magnitude: torch.Tensor | bool,
+    ) -> PackingChunk:
+        """Start packing a chunk; waits for the device's transforms, not for the copy or the threads.
+
+        Equal arguments give equal bytes on every device. All tensors are contiguous and on the codec's device; they are
+        read in the order of the current stream, so the caller may overwrite them after the call.
+
+        Args:
+            counts: int32 [num_blocks], changes of each block of 65,536 words.
+            offsets: int16 [num_changes], the bits of u16 offsets, strictly ascending in each block. A chunk that
+                breaks this is packed to bytes that every receiver refuses.
+            values: [num_changes] words (`DType.torch_word`) after, in the same order.
+            old: [num_changes] words before. One that equals its value makes bytes that every receiver refuses.
+            signed_magnitude: whether the words are floats of sign and magnitude (`DType.signed_magnitude`): one bool
+                for all, or bool [num_blocks] where dtypes are mixed. The receiver has to know the same.
+
+        Raises:
+            InputError: a tensor of another dtype, size or device, or counts that do not add up; nothing is pending.
+        """
+        self._check("counts", counts, torch.int32, counts.numel())
+        for name, tensor in (("offsets", offsets), ("values", values), ("old", old)):
+            self._check(name, tensor, torch.int16 if name == "offsets" else _WORDS[self.word_bytes], offsets.numel())
+        _check_counts(counts, offsets.numel())
+        header, streams = encode_streams(
+            counts, offsets, values, old, magnitude_masks(counts, values, signed_magnitude=signed_magnitude)
+        )
+        host, copied = _to_host(streams)
+        decoded = host.numpy().data
+        parts = [decoded[piece.start : piece.stop] for piece in header.pieces()]
+        return PackingChunk(header, [self._threads.submit(deflate_piece, part, copied) for part in parts])
+
+    def unpack(self, packed: ReadBuffer | Bytes, block_sizes: torch.Tensor) -> UnpackingChunk:
+        """Start unpacking a chunk that came from outside; what `result()` returns is checked in full.
+
+        Args:
+            packed: what `PackingChunk.result` returned at the sender; must stay as it is until `result()`.
+            block_sizes: int32 or int64 [num_blocks] on the codec's device, words of each block, at most 65,536.
+
+        Raises:
+            ChecksumError: the bytes are not the ones that were sent.
+            FormatError: they contradict themselves, the blocks or `max_changes`; nothing is pending or allocated.
+            InputError: block sizes of another dtype or device.
+        """
+        dtype = torch.int32 if block_sizes.dtype == torch.int32 else torch.int64
+        self._check("block_sizes", block_sizes, dtype, block_sizes.numel())
+        header, parts = parse(
+            np.frombuffer(packed, np.uint8).data, self.word_bytes, block_sizes.numel(), self.max_changes
+        )
+        size = header.streams()["exceptions"].stop
+        streams = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        decoded = streams.numpy()
+        pieces = [
+            self._threads.submit(inflate_piece, part, decoded[piece.start : piece.stop], piece.stream)
+            for piece, part in parts
+        ]
+        return UnpackingChunk(header, streams, pieces, block_sizes)
+
+    def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> None:
+        fits = tensor.dtype == dtype and tensor.shape == (size,) and tensor.is_contiguous()
+        if not fits or tensor.device != self.device or size > _MOST:
+            raise InputError(
+                f"unfit {name}",
+                expected=f"{dtype} [{size}], contiguous, on {self.device}",
+                found=f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}",
+            )
+
+
+def _check_counts(counts: torch.Tensor, num_changes: int) -> None:
+    """Counts address memory on the device: one that is wrong there would end the process."""
+    wrong = ((counts < 0) | (counts > BLOCK_WORDS)).sum()
+    num_wrong, total = torch.stack((wrong, counts.sum())).tolist()
+    if num_wrong or total != num_changes:
+        raise InputError("counts do not fit their blocks or do not add up", expected=f"{num_changes} in all",
+                         found=f"{total}, {num_wrong} of them out of range")  # fmt: skip
+
+
+def _to_host(streams: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start copying bytes to the host; returns them, and on a GPU the event to wait for before they are read."""
+    if streams.device.type != "cuda":
+        return streams.cpu(), None
+    host = torch.empty(streams.shape, dtype=streams.dtype, pin_memory=True)
+    host.copy_(streams, non_blocking=True)
+    event: Any = torch.cuda.Event  # untyped
+    copied: torch.cuda.Event = event(blocking=True)  # waiting threads sleep: the cores are for those that compress
+    copied.record(torch.cuda.current_stream(streams.device))
+    return host, copied
+
+
+def deflate_piece(part: memoryview, copied: torch.cuda.Event | None) -> ReadBuffer:
+    """Return one frame, or the bytes as they are if it is no smaller; waits for the copy, if there is one."""
+    if copied is not None:
+        copied.synchronize()
+    frame = zstandard.ZstdCompressor(compression_params=_FRAME).compress(part)
+    return frame if len(frame) < len(part) else part
+
+
+def inflate_piece(part: memoryview, out: Bytes, stream: str) -> None:
+    """Write what a piece decodes to; `out` has exactly that size."""
+    whole = len(part) == out.size
+    out[...] = np.frombuffer(part if whole else inflate(part, out.size, f"stream {stream}"), np.uint8)

@@ -1,0 +1,114 @@
+"""Streams and events where there are any: the same code runs on CPUs, where everything is in order anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacast.delta.kernels import NO_FAULT
+
+__all__ = ["Lane", "SumBuffer", "pinned"]
+
+
+class Lane:
+    """One CUDA stream of one device; on the CPU nothing but the order of calls.
+
+    Args:
+        device: where it works.
+        priority: -1 for one whose work goes before others', 0 for any.
+    """
+
+    __slots__ = ("_stream", "device")
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
+        cuda: Any = torch.cuda
+        self.device = device
+        self._stream = cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make it the current stream."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event that comes when what was enqueued so far is done."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def follow(self, event: torch.cuda.Event | None) -> None:
+        """Let what is enqueued from now on wait for an event of another lane."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def follow_caller(self) -> None:
+        """Let what is enqueued from now on wait for all that the calling thread's current stream has."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead_caller(self) -> None:
+        """Let the calling thread's current stream wait for all that is enqueued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have torch's allocator keep a tensor's memory until what is enqueued here is done with it."""
+        if self._stream is not None and tensor.device.type == "cuda":
+            tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Block until all that is enqueued here is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class SumBuffer:
+    """Sums of several groups, and their fault records, in one buffer, so that one read brings them all.
+
+    Args:
+        rows: sums per parameter.
+        sizes: parameters of each group.
+        device: where they are.
+
+    Attributes:
+        parts: int64 [rows, size] of each group, views.
+        faults: int32 [2] of each group, views.
+    """
+
+    def __init__(self, rows: int, sizes: Sequence[int], device: torch.device) -> None:
+        ends = [rows * size for size in sizes]
+        self._values = torch.zeros(sum(ends) + len(sizes), dtype=torch.int64, device=device)
+        *parts, faults = torch.split(self._values, [*ends, len(sizes)])
+        self.parts = [part.view(rows, -1) for part in parts]
+        self.faults = list(faults.view(torch.int32).view(-1, 2))
+        self._faults = faults
+        self._host = pinned(self._values.numel(), device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Set sums to zero and faults to none, in the order of the current stream."""
+        self._values.zero_()
+        self._faults.view(torch.int32).fill_(NO_FAULT)
+
+    def read(self, lane: Lane) -> tuple[list[NDArray[np.uint64]], list[int]]:
+        """Return sums, uint64 [rows, size] per group, and first faulty blocks, once a lane's work is done. Blocks."""
+        with lane.active():
+            self._host.copy_(self._values, non_blocking=True)
+        lane.wait()
+        found = self._host.numpy().copy()
+        ends = np.cumsum([part.numel() for part in self.parts])
+        *parts, faults = np.split(found, ends)
+        sums = [part.view(np.uint64).reshape(of.shape) for part, of in zip(parts, self.parts, strict=True)]
+        return sums, faults.view(np.int32).reshape(-1, 2).min(axis=1).tolist() if faults.size else []
+
+
+def pinned(size: int, device: torch.device) -> torch.Tensor:
+    """Allocate int64 [size] on the host, page-locked if a GPU copies to it."""
+    return torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -1,0 +1,316 @@
+"""The trainer's side of a streamed round: chunk after chunk is diffed, and later applied to the baseline.
+
+The host runs two chunks ahead of the one whose number of changes it waits for, so that the device never idles.
+Everything that was found stays in the arenas until the round is decided: the baseline moves by exactly what was sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltacast.delta.bits import Words, strided_words
+from deltacast.delta.chunks.device import Lane, SumBuffer, pinned
+from deltacast.delta.chunks.headers import Begin, Sums
+from deltacast.delta.chunks.plan import ChunkPlan, Span
+from deltacast.delta.chunks.walk import ParamChanges, changes_of
+from deltacast.delta.errors import CapacityError, CorruptionError, InputError, TableError
+from deltacast.delta.fingerprint import format_sum
+from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, masks
+from deltacast.delta.state import WeightState
+from deltacast.delta.threads import in_order
+
+__all__ = ["ChunkSender", "SentChunk"]
+
+_AHEAD: Final = 2
+_Launch: TypeAlias = tuple[Span, RawChunk, "torch.cuda.Event | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class SentChunk:
+    """One chunk, ready to be sent.
+
+    Attributes:
+        number: from 0, in sending order.
+        span: which blocks it covers.
+        changes: counts, offsets and values.
+        ready: when they are there, for other streams; None on the CPU.
+    """
+
+    number: int
+    span: Span
+    changes: RawChunk
+    ready: torch.cuda.Event | None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What travels."""
+        return self.changes.counts, self.changes.offsets, self.changes.values
+
+
+class ChunkSender:
+    """Diffs a baseline against new tensors by the kernels, round after round, in buffers that are made once.
+
+    One thread uses it. A round is `begin`, `chunks` to its end, `sums`, and `advance` at COMMIT; after anything else
+    the next `begin` forgets it. Only `advance` moves the baseline.
+
+    Args:
+        baseline: the weights that every worker holds. On `device`, or on the host: then chunks of it are copied
+            through two slabs on the device while others are diffed.
+        order: places in the table in the order in which the source yields them.
+        device: where the kernels run.
+        chunk_bytes: bytes of weights per chunk.
+        max_density: the share of words that may change in one round.
+        threads: for a baseline on the host.
+
+    Attributes:
+        plan: groups and chunks.
+        nbytes: device memory of everything that is kept, about.
+
+    Raises:
+        InputError: sizes out of range.
+    """
+
+    def __init__(
+        self,
+        baseline: WeightState,
+        order: Sequence[int],
+        device: torch.device,
+        *,
+        chunk_bytes: int,
+        max_density: float,
+        threads: int = 1,
+    ) -> None:
+        if not 0 < max_density <= 1:
+            raise InputError("bad max_density", expected="above 0, at most 1", found=max_density)
+        self.plan = ChunkPlan(baseline.table, order, chunk_bytes)
+        self.device = device
+        self._state, self._threads = baseline, threads
+        self._capacities = self.plan.capacities(max_density)
+        self._diffing, self._copying = Lane(device), Lane(device)
+        self._staged = any(memory.tensor.device != device for memory in baseline.memories)
+        self._groups = [self._group(members) for members in self.plan.members]
+        numbers = range(len(self._groups))
+        self._arenas = [Arena(self._groups[i], self._capacities[i], self.plan.num_chunks(i)) for i in numbers]
+        self._scratch = [masks(self._groups[i], self.plan.max_blocks(i)) for i in numbers]
+        sizes = [group.num_params for group in self._groups]
+        self._found, self._applied = SumBuffer(3, sizes, device), SumBuffer(2, sizes, device)
+        self._slabs = self._make_slabs()
+        self._totals = pinned(len(self.plan.spans), device)
+        self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
+        self._sent: list[SentChunk] = []
+        self._after: NDArray[np.uint64] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of what is kept between rounds: arenas, scratch, tables, keys and slabs."""
+        kept = [*(arena.nbytes for arena in self._arenas), *(scratch.nbytes for scratch in self._scratch)]
+        kept += [group.nbytes + group.keys.nbytes for group in self._groups]
+        return sum(kept) + sum(slab.nbytes for slab in self._slabs)
+
+    @property
+    def num_changed(self) -> int:
+        """Changes found in this round so far."""
+        return sum(sent.changes.num_changes or 0 for sent in self._sent)
+
+    def header(self) -> Begin:
+        """Return what the workers are told before the first chunk."""
+        state = self._state
+        assert state.version is not None
+        order = np.array(self.plan.order, np.uint32)
+        return Begin(state.version, state.digest, state.table.digest, self.plan.chunk_bytes, self._capacities, order)
+
+    def begin(self) -> None:
+        """Forget the last round."""
+        for arena in self._arenas:
+            arena.reset()
+        self._sent.clear()
+        self._after = None
+        self._diffing.follow_caller()
+        with self._diffing.active():
+            self._found.reset()
+
+    def chunks(self, tensors: Iterable[torch.Tensor]) -> Iterator[SentChunk]:
+        """Diff everything, yielding each chunk once its number of changes is known.
+
+        The first diffs are under way when this returns.
+
+        Args:
+            tensors: the new weights, in the plan's order, on any device: what is elsewhere, or not contiguous, is
+                copied. Read on the calling thread's current stream, and each held until its chunk was diffed: so
+                converted temporaries cost about `chunk_bytes` at a time.
+
+        Raises:
+            TableError: a tensor of another dtype or shape, or another number of them. Chunks before it were yielded.
+            CapacityError: more changes than `max_density` allows. Likewise.
+        """
+        launches = self._launches(iter(tensors))
+        waiting = deque(islice(launches, _AHEAD))
+        return self._settled(launches, waiting)
+
+    def sums(self) -> tuple[Sums, str]:
+        """Return what the workers must arrive at, and the state digest of it. Blocks until all chunks were diffed.
+
+        Raises:
+            CorruptionError: the baseline's bits, all of which were read, are not what its fingerprints say.
+        """
+        base = self._state.fingerprints
+        after, old_sums = base.copy(), np.zeros_like(base)
+        for members, (new, new_sums, old) in zip(self.plan.members, self._found.read(self._diffing)[0], strict=True):
+            places = np.array(members)
+            self._require_undamaged(places, old)
+            after[places] = new
+            old_sums[places] = new_sums - new + old
+        self._after = after
+        changed = np.flatnonzero((after != base) | (old_sums != 0))
+        digest = self._state.table.state_digest(after)
+        return Sums(changed.astype(np.uint32), after[changed], old_sums[changed]), digest
+
+    def advance(self, version: int) -> None:
+        """Apply what was found to the baseline, and move it to a version. Call it at COMMIT only.
+
+        With a baseline on the device nothing is waited for: the calling thread's current stream follows.
+        """
+        assert self._after is not None
+        if self._staged:
+            self._write_to_host()
+        else:
+            self._write_on_device()
+        self._state.advance(version, self._after)
+
+    def _group(self, members: Sequence[int]) -> ParamGroup:
+        memories = [self._state.memories[place] for place in members]
+        names = [memory.name for memory in memories]
+        return ParamGroup(
+            [memory.tensor for memory in memories], device=self.device if self._staged else None, names=names
+        )
+
+    def _make_slabs(self) -> list[torch.Tensor]:
+        if not self._staged:
+            return []
+        runs = (self._groups[span.group].baseline_run(span.first_block, span.num_blocks) for span in self.plan.spans)
+        size = max((run.nbytes for run in runs), default=0)
+        return [torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=self.device) for _ in range(_AHEAD + 1)]
+
+    def _point(self, number: int, tensor: torch.Tensor | None) -> None:
+        """Say where the new bits of the `number`th parameter of the order are."""
+        place = self.plan.order[number]
+        meta = self._state.table.metas[place]
+        if tensor is None:
+            raise TableError("the new weights end before a parameter of the baseline", parameter=meta.name)
+        if tensor.device.type == "meta":
+            raise InputError("a tensor without data", parameter=meta.name, found="a meta tensor")
+        tensor = self._on_device(tensor, meta.name)
+        self._diffing.keep(tensor)
+        group, param = self._numbers[place]
+        self._groups[group].point_new(param, tensor)
+
+    def _on_device(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        plain = tensor.detach()
+        if plain.device == self.device and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+            return plain
+        plain = plain.resolve_conj().resolve_neg()
+        copy = torch.empty(plain.shape, dtype=plain.dtype, device=self.device)
+        strided_words(copy).copy_(strided_words(plain, name=name), non_blocking=True)
+        return copy
+
+    def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
+        pointed = 0
+        for number, span in enumerate(self.plan.spans):
+            while pointed < span.num_params:
+                self._point(pointed, next(source, None))
+                pointed += 1
+            yield self._launch(number, span)
+        for left in range(pointed, len(self.plan.order)):  # empty ones, which no chunk needs
+            self._point(left, next(source, None))
+        if next(source, None) is not None:
+            raise TableError("more new weights than the baseline has parameters", expected=len(self.plan.order))
+
+    def _launch(self, number: int, span: Span) -> _Launch:
+        group, arena = self._groups[span.group], self._arenas[span.group]
+        chunk = arena.chunk(span.first_block, span.num_blocks)
+        self._diffing.follow_caller()  # the new tensors may have just been made
+        if self._staged:
+            self._stage(number, span)
+        with self._diffing.active():
+            sums, scratch = self._found.parts[span.group], self._scratch[span.group]
+            diff_group(group, chunk, sums=sums, scratch=scratch, audit_baseline=True)
+            self._totals[number : number + 1].copy_(chunk.total.view(1), non_blocking=True)
+        return span, chunk, self._diffing.mark()
+
+    def _stage(self, number: int, span: Span) -> None:
+        """Copy a chunk's baseline to the device, beside the diffs before it."""
+        group, slab = self._groups[span.group], self._slabs[number % len(self._slabs)]
+        run = group.baseline_run(span.first_block, span.num_blocks)
+        target = slab.view(group.torch_word)[: run.numel()]
+        if number >= len(self._slabs):  # that chunk is settled: the host runs only so far ahead
+            self._copying.follow(self._sent[number - len(self._slabs)].ready)
+        with self._copying.active():
+            target.copy_(run, non_blocking=True)
+        self._diffing.follow(self._copying.mark())
+        group.point_baseline(span.first_block, span.num_blocks, target)
+
+    def _settled(self, launches: Iterator[_Launch], waiting: deque[_Launch]) -> Iterator[SentChunk]:
+        """Keep the device ahead of the chunk that is waited for."""
+        for launch in launches:
+            waiting.append(launch)
+            yield self._settle(*waiting.popleft())
+        while waiting:
+            yield self._settle(*waiting.popleft())
+        for group in self._groups:
+            group.release_new()
+
+    def _settle(self, span: Span, chunk: RawChunk, ready: torch.cuda.Event | None) -> SentChunk:
+        if ready is not None:
+            ready.synchronize()
+        try:
+            chunk.arena.settle(chunk, int(self._totals[len(self._sent)]))
+        except InputError as err:
+            raise CapacityError(
+                "more changes than the buffers hold", expected=err.expected, found=err.found, hint="Raise max_density."
+            ) from err
+        sent = SentChunk(len(self._sent), span, chunk, ready)
+        self._sent.append(sent)
+        return sent
+
+    def _require_undamaged(self, places: NDArray[np.int64], found: NDArray[np.uint64]) -> None:
+        expected = self._state.fingerprints[places]
+        wrong = np.flatnonzero(found != expected)
+        if wrong.size:
+            at = int(wrong[0])
+            raise CorruptionError(
+                "the trainer's baseline is damaged",
+                parameter=self._state.table.metas[int(places[at])].name,
+                expected=format_sum(int(expected[at])),
+                found=format_sum(int(found[at])),
+                hint="Restart this trainer from its weights; workers keep theirs.",
+            )
+
+    def _write_on_device(self) -> None:
+        with self._diffing.active():
+            for sent in self._sent:
+                number = sent.span.group
+                sums, fault = self._applied.parts[number], self._applied.faults[number]
+                apply_group(self._groups[number], sent.changes, None, sums=sums, fault=fault)
+        self._diffing.lead_caller()
+
+    def _write_to_host(self) -> None:
+        """Scatter on the host, many parameters at a time."""
+        for sent in self._sent:
+            group, members = self._groups[sent.span.group], self.plan.members[sent.span.group]
+            counts, offsets, values = (tensor.cpu().numpy() for tensor in sent.tensors)
+            changes = changes_of(group, sent.span.first_block, counts, offsets.view(np.uint16))
+
+            def write(change: ParamChanges, members: Sequence[int] = members, values: Words = values) -> None:
+                memory = self._state.memories[members[change.param]]
+                memory.write(change.positions, values[change.part].view(memory.numpy_word))
+
+            for _ in in_order(write, changes, self._threads):
+                pass

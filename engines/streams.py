@@ -1,0 +1,98 @@
+"""The trainer's side of streamed rounds between rounds: which wire is next, and the buffers that are kept."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from deltacast.delta.chunks import ChunkSender
+from deltacast.delta.errors import TableError
+from deltacast.delta.sources import WeightSource
+from deltacast.engines.base import TrainerInitInfo
+from deltacast.engines.chunk_wire import ChunkOutgoing
+from deltacast.engines.membership import Membership
+from deltacast.engines.payload import Outgoing
+from deltacast.engines.report import RoundReport
+from deltacast.engines.wires import STREAMED, LastRound, choose_wire
+from deltacast.store.baseline import Baseline
+
+__all__ = ["Streams"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class Streams:
+    """Makes the payloads of streamed rounds, in buffers that are allocated at the first one.
+
+    Args:
+        info: the trainer's.
+        source: the new weights.
+        baseline: what every worker holds.
+    """
+
+    def __init__(self, info: TrainerInitInfo, source: WeightSource, baseline: Baseline) -> None:
+        self._info, self._source, self._baseline = info, source, baseline
+        self._sender: ChunkSender | None = None
+        self._density: float | None = None
+
+    def payload(self, workers: Membership, target_version: int) -> Outgoing | None:
+        """Return the next round's payload if it is to be streamed, else None.
+
+        Raises:
+            InputError: a wire was asked for that a worker cannot receive.
+            TableError: the source no longer has the baseline's parameters.
+        """
+        info, table = self._info, self._baseline.state.table
+        choice = choose_wire(
+            info.wire,
+            workers=[(member.name, member.hello.wires) for member in workers.members],
+            device=torch.device(info.device),
+            num_words=table.num_words,
+            max_density=info.max_density,
+            threads=info.threads,
+            last=LastRound(self._density, workers.link_bytes_per_s),
+        )
+        _LOG.info("deltacast wire for version %d: %s (%s)", target_version, choice.wire, choice.reason)
+        if choice.wire not in STREAMED:
+            return None
+        return ChunkOutgoing(
+            self._sender_now(),
+            self._source,
+            self._baseline,
+            target_version=target_version,
+            overlaps=info.overlap_apply,
+        )
+
+    def note(self, report: RoundReport) -> None:
+        """Learn from a round."""
+        self._density = report.density
+
+    def _sender_now(self) -> ChunkSender:
+        order = self._order()
+        if self._sender is None or self._sender.plan.order != order:
+            self._sender = None  # first, so that its memory is free
+            self._sender = ChunkSender(
+                self._baseline.state,
+                order,
+                torch.empty(0, device=self._info.device).device,
+                chunk_bytes=self._info.chunk_bytes,
+                max_density=self._info.max_density,
+                threads=self._info.threads,
+            )
+        return self._sender
+
+    def _order(self) -> tuple[int, ...]:
+        """Return the places of the source's parameters, once it is sure that they are the baseline's."""
+        table, metas = self._baseline.state.table, list(self._source.metas())
+        for meta in metas:
+            if table[meta.name] != meta:
+                raise TableError(
+                    "a parameter changed its dtype or shape", parameter=meta.name, expected=table[meta.name], found=meta
+                )
+        places = tuple(table.index(meta.name) for meta in metas)
+        missing = next(iter(set(range(len(table))) - set(places)), None)
+        if missing is not None:
+            raise TableError("the new weights lack a parameter", parameter=table.metas[missing].name)
+        return places
