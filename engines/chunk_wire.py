@@ -1,4 +1,6 @@
-"""The `raw` wire: chunks of counts, offsets and values go out while later ones are diffed, and are written on arrival.
+"""The `raw` and `coded` wires: chunks go out while later ones are diffed, and are written as they arrive.
+
+Raw chunks are counts, offsets and values as the kernels found them; coded ones are packed on the host's cores.
 
 BEGIN rides beside PROPOSE, a Chunk message says the size of what is broadcast next, End brings the sums that the
 whole must add up to (docs/protocol.md, "Streamed rounds"). Diff, broadcast and apply each have a stream of their own.
@@ -8,14 +10,20 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from deltacast.delta.chunks import ChunkReceiver, ChunkSender, SentChunk, Sums
+from deltacast.delta.chunk_codec import PackingChunk, UnpackingChunk
+from deltacast.delta.chunks import ChunkCoder, ChunkReceiver, ChunkSender, SentChunk, Sums
 from deltacast.delta.chunks.device import Lane
 from deltacast.delta.errors import DeadlineError, ProtocolError, TransportError
+from deltacast.delta.kernels import RawChunk
 from deltacast.delta.sources import WeightSource, checked
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
@@ -25,6 +33,10 @@ from deltacast.engines.protocol import Chunk, End, Propose, RoundKey, expect
 from deltacast.store.baseline import Baseline
 
 __all__ = ["ChunkIncoming", "ChunkOutgoing"]
+
+_UNPACKING: Final = 3  # chunks in the hands of the codec's threads
+_MOST_PACKED: Final = 4  # 1-byte words: a byte of position, one of a quad, one of high, a nibble and an exception
+_MOST_HEADER: Final = 1 << 20
 
 
 class ChunkOutgoing(Outgoing):
@@ -36,21 +48,28 @@ class ChunkOutgoing(Outgoing):
         baseline: what `advance` moves.
         target_version: of the round.
         overlaps: have workers write while they receive.
+        coder: for the `coded` wire; None for `raw`.
     """
 
-    wire = "raw"
-
     def __init__(
-        self, sender: ChunkSender, source: WeightSource, baseline: Baseline, *, target_version: int, overlaps: bool
+        self,
+        sender: ChunkSender,
+        source: WeightSource,
+        baseline: Baseline,
+        *,
+        target_version: int,
+        overlaps: bool,
+        coder: ChunkCoder | None = None,
     ) -> None:
-        self._sender, self._source, self._baseline = sender, source, baseline
+        self.wire = "raw" if coder is None else "coded"
+        self._sender, self._source, self._baseline, self._coder = sender, source, baseline, coder
         self.base_version, self.target_version, self.overlaps = baseline.version, target_version, overlaps
         begin = sender.header()
         self.header = begin.to_bytes()
         widths = zip(begin.capacities, sender.plan.word_bytes, strict=True)
         self.payload_bytes = sum(capacity * (2 + width) for capacity, width in widths)
         self.buffer_bytes = sender.nbytes
-        self._ready: queue.SimpleQueue[SentChunk | Sums | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Ready | Sums | None] = queue.SimpleQueue()
         self._chunks: Iterator[SentChunk] = iter(())
         self._started = 0.0
 
@@ -62,8 +81,14 @@ class ChunkOutgoing(Outgoing):
 
     def produce(self) -> None:
         """See `Outgoing`."""
+        packing = Lane(self._sender.device)
         for chunk in self._chunks:
-            self._ready.put(chunk)
+            pending = None
+            if self._coder is not None:
+                packing.follow(chunk.ready)
+                with packing.active():
+                    pending = self._coder.pack(chunk)
+            self._ready.put(_Ready(chunk, pending))
         sums, self.target_digest = self._sender.sums()
         self.diff_s = time.perf_counter() - self._started
         self.num_changed, self.num_parameters = self._sender.num_changed, len(sums.places)
@@ -73,12 +98,15 @@ class ChunkOutgoing(Outgoing):
         """See `Outgoing`."""
         lane, run_id = Lane(group.device, priority=-1), self._baseline.run_id
         self.sent_bytes = len(self.header)
-        while isinstance(item := self._next(deadline), SentChunk):
-            tell(Chunk(run_id, key, item.number, item.changes.num_changes or 0, 0), b"")
-            lane.follow(item.ready)
+        while isinstance(item := self._next(deadline), _Ready):
+            chunk = item.chunk
             with lane.active():
-                group.post(item.tensors, deadline)
-            self.sent_bytes += sum(tensor.nbytes for tensor in item.tensors)
+                lane.follow(chunk.ready)
+                tensors = item.tensors(group.device)
+                num_bytes = sum(tensor.nbytes for tensor in tensors)
+                tell(Chunk(run_id, key, chunk.number, chunk.changes.num_changes or 0, num_bytes), b"")
+                group.post(tensors, deadline)
+            self.sent_bytes += num_bytes
         sums = item.to_bytes()
         tell(End(run_id, key, self.target_digest), sums)
         self.sent_bytes += len(sums)
@@ -93,7 +121,7 @@ class ChunkOutgoing(Outgoing):
         """See `Outgoing`."""
         self._ready.put(None)
 
-    def _next(self, deadline: Deadline) -> SentChunk | Sums:
+    def _next(self, deadline: Deadline) -> _Ready | Sums:
         try:
             item = self._ready.get(timeout=deadline.left_s("the diff"))
         except queue.Empty:
@@ -101,6 +129,20 @@ class ChunkOutgoing(Outgoing):
         if item is None:
             raise TransportError("the round was given up")
         return item
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A chunk, and its packing under way if the wire codes it."""
+
+    chunk: SentChunk
+    packing: PackingChunk | None
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return what travels, on the payload's device; waits for the packing."""
+        if self.packing is None:
+            return self.chunk.tensors
+        return (torch.from_numpy(self.packing.result()).to(device),)
 
 
 class ChunkIncoming(Incoming):
@@ -111,11 +153,19 @@ class ChunkIncoming(Incoming):
         receiver: has begun the round; kept for the next.
         state: the weights.
         on_write: called right before the first write.
+        coder: for the `coded` wire; None for `raw`.
     """
 
     def __init__(
-        self, propose: Propose, receiver: ChunkReceiver, state: WeightState, on_write: Callable[[], None]
+        self,
+        propose: Propose,
+        receiver: ChunkReceiver,
+        state: WeightState,
+        on_write: Callable[[], None],
+        coder: ChunkCoder | None = None,
     ) -> None:
+        self._coder = coder
+        self._unpacking: deque[tuple[int, RawChunk, UnpackingChunk]] = deque()
         self._propose, self._receiver, self._state, self._on_write = propose, receiver, state, on_write
         self._before = _Snapshot(state)
         self._sums: Sums | None = None
@@ -130,13 +180,21 @@ class ChunkIncoming(Incoming):
         while isinstance(message, Chunk):
             if message.number != number:
                 raise ProtocolError("a chunk out of turn", expected=number, found=message.number)
-            changes = self._receiver.take(message.num_changes)
+            chunk = self._receiver.take(message.num_changes)
             with lane.active():
-                group.post((changes.counts, changes.offsets, changes.values), deadline)
-                if self._propose.overlaps:
-                    self._write(number)
+                if self._coder is None:
+                    group.post((chunk.counts, chunk.offsets, chunk.values), deadline)
+                    self._arrived(number)
+                else:
+                    packed = self._room_for(chunk, message.num_bytes, group.device)
+                    group.post([packed], deadline)
+                    span = self._receiver.plan.spans[number]
+                    self._unpacking.append((number, chunk, self._coder.unpack(span.group, chunk, packed.cpu())))
+                    self._finish_unpacking(leave=_UNPACKING)
             number += 1
             message, bulk = inbox.get(deadline)
+        with lane.active():
+            self._finish_unpacking(leave=0)
         self._digest = expect(message, End).target_digest
         self._sums = Sums.from_bytes(bulk, self._state.table)
         with lane.active():
@@ -166,6 +224,23 @@ class ChunkIncoming(Incoming):
             self._state.version = None
             raise
         self._before.restore(self._state)
+
+    def _room_for(self, chunk: RawChunk, num_bytes: int, device: torch.device) -> torch.Tensor:
+        most = _MOST_PACKED * (chunk.values.nbytes + 4 * chunk.num_blocks) + _MOST_HEADER
+        if num_bytes > most:
+            raise ProtocolError("a packed chunk is too large", expected=f"at most {most} bytes", found=num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def _finish_unpacking(self, *, leave: int) -> None:
+        while len(self._unpacking) > leave:
+            assert self._coder is not None
+            number, chunk, pending = self._unpacking.popleft()
+            self._coder.finish(self._receiver.plan.spans[number].group, chunk, pending)
+            self._arrived(number)
+
+    def _arrived(self, number: int) -> None:
+        if self._propose.overlaps:
+            self._write(number)
 
     def _write(self, number: int) -> None:
         if number == 0:

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from deltacast.delta.chunks import ChunkSender
+from deltacast.delta.chunks import ChunkCoder, ChunkSender
 from deltacast.delta.errors import TableError
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import TrainerInitInfo
@@ -35,6 +35,7 @@ class Streams:
     def __init__(self, info: TrainerInitInfo, source: WeightSource, baseline: Baseline) -> None:
         self._info, self._source, self._baseline = info, source, baseline
         self._sender: ChunkSender | None = None
+        self._coder: ChunkCoder | None = None
         self._density: float | None = None
 
     def payload(self, workers: Membership, target_version: int) -> Outgoing | None:
@@ -57,30 +58,43 @@ class Streams:
         _LOG.info("deltacast wire for version %d: %s (%s)", target_version, choice.wire, choice.reason)
         if choice.wire not in STREAMED:
             return None
+        coded = choice.wire == "coded"
+        sender = self._sender_for(coded=coded)
         return ChunkOutgoing(
-            self._sender_now(),
+            sender,
             self._source,
             self._baseline,
             target_version=target_version,
             overlaps=info.overlap_apply,
+            coder=self._coder if coded else None,
         )
+
+    def close(self) -> None:
+        """End the coder's threads; may be called twice."""
+        if self._coder is not None:
+            self._coder.close()
 
     def note(self, report: RoundReport) -> None:
         """Learn from a round."""
         self._density = report.density
 
-    def _sender_now(self) -> ChunkSender:
+    def _sender_for(self, *, coded: bool) -> ChunkSender:
         order = self._order()
-        if self._sender is None or self._sender.plan.order != order:
-            self._sender = None  # first, so that its memory is free
+        if self._sender is None or (self._sender.plan.order, self._sender.keeps_old) != (order, coded):
+            self.close()
+            self._sender = self._coder = None  # first, so that their memory is free
             self._sender = ChunkSender(
                 self._baseline.state,
                 order,
                 torch.empty(0, device=self._info.device).device,
                 chunk_bytes=self._info.chunk_bytes,
                 max_density=self._info.max_density,
+                keeps_old=coded,
                 threads=self._info.threads,
             )
+        if coded and self._coder is None:
+            sender, table = self._sender, self._baseline.state.table
+            self._coder = ChunkCoder(table, sender.plan, sender.groups, threads=self._info.threads)
         return self._sender
 
     def _order(self) -> tuple[int, ...]:

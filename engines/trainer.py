@@ -113,6 +113,7 @@ class RoundTrainer(TrainerEngine):
     def shutdown(self) -> None:
         """See `TrainerEngine`."""
         self._workers.close()
+        self._streams.close()
 
     def _admit_first(self) -> None:
         info = self.worker_init_info

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from deltacast.delta.chunks import Begin, ChunkReceiver
+from deltacast.delta.chunks import Begin, ChunkCoder, ChunkReceiver
 from deltacast.delta.errors import (
     BaseError,
     CorruptionError,
@@ -111,6 +111,7 @@ class RoundWorker(WorkerEngine):
         self._max_payload_bytes = max_payload_bytes
         self._wires = wires_into(self._state, self._device)
         self._receiver: ChunkReceiver | None = None
+        self._coder: ChunkCoder | None = None
         self._info: WorkerInitInfo | None = None
         self._channel: Channel | None = None
         self._group: PayloadGroup | None = None
@@ -167,6 +168,7 @@ class RoundWorker(WorkerEngine):
     def shutdown(self) -> None:
         """See `WorkerEngine`."""
         self._disconnect()
+        self._drop_buffers()
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -301,7 +303,9 @@ class RoundWorker(WorkerEngine):
         if propose.wire not in self._wires:
             raise ProtocolError("unknown wire", expected=f"one of {', '.join(self._wires)}", found=propose.wire)
         if propose.wire in STREAMED:
-            return ChunkIncoming(propose, self._receiver_for(header), self._state, self._stop_serving)
+            receiver = self._receiver_for(header)
+            coder = self._coder_for(receiver) if propose.wire == "coded" else None
+            return ChunkIncoming(propose, receiver, self._state, self._stop_serving, coder)
         if self._rank not in propose.receivers:
             return ContainerDrain(propose)
         return ContainerIncoming(propose, header, self._state, limits, self._stop_serving)
@@ -310,10 +314,22 @@ class RoundWorker(WorkerEngine):
         """Return buffers for a streamed round, those of the last one if they fit, and begin it."""
         begin = Begin.from_bytes(header, self._state.table)
         if self._receiver is None or not self._receiver.fits(begin):
-            self._receiver = None  # first, so that its memory is free
+            self._drop_buffers()  # first, so that their memory is free
             self._receiver = ChunkReceiver(self._state, begin, undo_budget_bytes=self._undo_budget_bytes)
         self._receiver.begin(begin)
         return self._receiver
+
+    def _coder_for(self, receiver: ChunkReceiver) -> ChunkCoder:
+        if self._coder is None:
+            state = self._state
+            self._coder = ChunkCoder(state.table, receiver.plan, receiver.groups, threads=state.threads)
+        return self._coder
+
+    def _drop_buffers(self) -> None:
+        """Let go of what streamed rounds keep from one to the next."""
+        if self._coder is not None:
+            self._coder.close()
+        self._coder = self._receiver = None
 
     def _stop_serving(self) -> None:
         """From the first write to the decision nothing is served."""

@@ -43,6 +43,7 @@ class ChunkReceiver:
 
     Attributes:
         plan: groups and chunks.
+        groups: the plan's groups over the weights.
         nbytes: memory on the weights' device that is kept between rounds.
 
     Raises:
@@ -58,12 +59,12 @@ class ChunkReceiver:
             raise FormatError("a round's begin is about other groups", expected=len(self.plan.members), found=found)
         self.device = _device_of(state)
         self._check_budget(undo_budget_bytes)
-        self._groups = [self._group(group) for group in range(len(self.plan.members))]
-        chunks = [self.plan.num_chunks(group) for group in range(len(self._groups))]
-        sizes = zip(self._groups, begin.capacities, chunks, strict=True)
+        self.groups = [self._group(group) for group in range(len(self.plan.members))]
+        chunks = [self.plan.num_chunks(group) for group in range(len(self.groups))]
+        sizes = zip(self.groups, begin.capacities, chunks, strict=True)
         self._arenas = [Arena(group, capacity, count) for group, capacity, count in sizes]
         self._undo = [UndoLog(arena) for arena in self._arenas]
-        self._sums = SumBuffer(2, [group.num_params for group in self._groups], self.device)
+        self._sums = SumBuffer(2, [group.num_params for group in self.groups], self.device)
         self._applying = Lane(self.device)
         self._taken: list[RawChunk] = []
 
@@ -77,7 +78,7 @@ class ChunkReceiver:
     def nbytes(self) -> int:
         """Arenas, undo logs, tables and keys."""
         kept = [arena.nbytes + undo.nbytes for arena, undo in zip(self._arenas, self._undo, strict=True)]
-        return sum(kept) + sum(group.nbytes + group.keys.nbytes for group in self._groups)
+        return sum(kept) + sum(group.nbytes + group.keys.nbytes for group in self.groups)
 
     @property
     def num_taken(self) -> int:
@@ -126,7 +127,7 @@ class ChunkReceiver:
         self._applying.follow_caller()
         with self._applying.active():
             apply_group(
-                self._groups[span.group],
+                self.groups[span.group],
                 chunk,
                 self._undo[span.group],
                 sums=self._sums.parts[span.group],
@@ -163,7 +164,7 @@ class ChunkReceiver:
     def rollback(self) -> None:
         """Restore what was overwritten, whatever part of a round was applied. Blocks. Version and fingerprints stay."""
         with self._applying.active():
-            for group, undo in zip(self._groups, self._undo, strict=True):
+            for group, undo in zip(self.groups, self._undo, strict=True):
                 undo_group(group, undo)
         self._applying.wait()
 
@@ -183,7 +184,7 @@ class ChunkReceiver:
             )
 
     def _require_no_fault(self, faulty: Sequence[int]) -> None:
-        for members, group, block in zip(self.plan.members, self._groups, faulty, strict=True):
+        for members, group, block in zip(self.plan.members, self.groups, faulty, strict=True):
             if block != NO_FAULT:
                 name = self._state.table.metas[members[group.params_of(block, 1)[0]]].name
                 raise FormatError("a chunk's counts or offsets are wrong", parameter=name, found=f"in block {block}")

@@ -23,7 +23,7 @@ from deltacast.delta.chunks.plan import ChunkPlan, Span
 from deltacast.delta.chunks.walk import ParamChanges, changes_of
 from deltacast.delta.errors import CapacityError, CorruptionError, InputError, TableError
 from deltacast.delta.fingerprint import format_sum
-from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, masks
+from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, gather_group, masks
 from deltacast.delta.state import WeightState
 from deltacast.delta.threads import in_order
 
@@ -42,12 +42,14 @@ class SentChunk:
         span: which blocks it covers.
         changes: counts, offsets and values.
         ready: when they are there, for other streams; None on the CPU.
+        old: [num_changes] words before, if the sender keeps them.
     """
 
     number: int
     span: Span
     changes: RawChunk
     ready: torch.cuda.Event | None
+    old: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -68,10 +70,13 @@ class ChunkSender:
         device: where the kernels run.
         chunk_bytes: bytes of weights per chunk.
         max_density: the share of words that may change in one round.
+        keeps_old: bring the words before as well, for a wire that codes against them.
         threads: for a baseline on the host.
 
     Attributes:
         plan: groups and chunks.
+        groups: the plan's groups over the baseline.
+        keeps_old: as given.
         nbytes: device memory of everything that is kept, about.
 
     Raises:
@@ -86,6 +91,7 @@ class ChunkSender:
         *,
         chunk_bytes: int,
         max_density: float,
+        keeps_old: bool = False,
         threads: int = 1,
     ) -> None:
         if not 0 < max_density <= 1:
@@ -96,11 +102,13 @@ class ChunkSender:
         self._capacities = self.plan.capacities(max_density)
         self._diffing, self._copying = Lane(device), Lane(device)
         self._staged = any(memory.tensor.device != device for memory in baseline.memories)
-        self._groups = [self._group(members) for members in self.plan.members]
-        numbers = range(len(self._groups))
-        self._arenas = [Arena(self._groups[i], self._capacities[i], self.plan.num_chunks(i)) for i in numbers]
-        self._scratch = [masks(self._groups[i], self.plan.max_blocks(i)) for i in numbers]
-        sizes = [group.num_params for group in self._groups]
+        self.keeps_old = keeps_old
+        self._ahead = 0 if self._staged and keeps_old else _AHEAD  # old words are read while they are on the device
+        self.groups = [self._group(members) for members in self.plan.members]
+        numbers = range(len(self.groups))
+        self._arenas = [Arena(self.groups[i], self._capacities[i], self.plan.num_chunks(i)) for i in numbers]
+        self._scratch = [masks(self.groups[i], self.plan.max_blocks(i)) for i in numbers]
+        sizes = [group.num_params for group in self.groups]
         self._found, self._applied = SumBuffer(3, sizes, device), SumBuffer(2, sizes, device)
         self._slabs = self._make_slabs()
         self._totals = pinned(len(self.plan.spans), device)
@@ -112,7 +120,7 @@ class ChunkSender:
     def nbytes(self) -> int:
         """Device memory of what is kept between rounds: arenas, scratch, tables, keys and slabs."""
         kept = [*(arena.nbytes for arena in self._arenas), *(scratch.nbytes for scratch in self._scratch)]
-        kept += [group.nbytes + group.keys.nbytes for group in self._groups]
+        kept += [group.nbytes + group.keys.nbytes for group in self.groups]
         return sum(kept) + sum(slab.nbytes for slab in self._slabs)
 
     @property
@@ -152,7 +160,7 @@ class ChunkSender:
             CapacityError: more changes than `max_density` allows. Likewise.
         """
         launches = self._launches(iter(tensors))
-        waiting = deque(islice(launches, _AHEAD))
+        waiting = deque(islice(launches, self._ahead))
         return self._settled(launches, waiting)
 
     def sums(self) -> tuple[Sums, str]:
@@ -195,7 +203,7 @@ class ChunkSender:
     def _make_slabs(self) -> list[torch.Tensor]:
         if not self._staged:
             return []
-        runs = (self._groups[span.group].baseline_run(span.first_block, span.num_blocks) for span in self.plan.spans)
+        runs = (self.groups[span.group].baseline_run(span.first_block, span.num_blocks) for span in self.plan.spans)
         size = max((run.nbytes for run in runs), default=0)
         return [torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=self.device) for _ in range(_AHEAD + 1)]
 
@@ -210,7 +218,7 @@ class ChunkSender:
         tensor = self._on_device(tensor, meta.name)
         self._diffing.keep(tensor)
         group, param = self._numbers[place]
-        self._groups[group].point_new(param, tensor)
+        self.groups[group].point_new(param, tensor)
 
     def _on_device(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         plain = tensor.detach()
@@ -234,7 +242,7 @@ class ChunkSender:
             raise TableError("more new weights than the baseline has parameters", expected=len(self.plan.order))
 
     def _launch(self, number: int, span: Span) -> _Launch:
-        group, arena = self._groups[span.group], self._arenas[span.group]
+        group, arena = self.groups[span.group], self._arenas[span.group]
         chunk = arena.chunk(span.first_block, span.num_blocks)
         self._diffing.follow_caller()  # the new tensors may have just been made
         if self._staged:
@@ -243,11 +251,15 @@ class ChunkSender:
             sums, scratch = self._found.parts[span.group], self._scratch[span.group]
             diff_group(group, chunk, sums=sums, scratch=scratch, audit_baseline=True)
             self._totals[number : number + 1].copy_(chunk.total.view(1), non_blocking=True)
+        params = group.params_of(span.first_block, span.num_blocks)
+        group.release_new(
+            params if span.first_block + span.num_blocks == group.first_blocks[params.stop] else params[:-1]
+        )
         return span, chunk, self._diffing.mark()
 
     def _stage(self, number: int, span: Span) -> None:
         """Copy a chunk's baseline to the device, beside the diffs before it."""
-        group, slab = self._groups[span.group], self._slabs[number % len(self._slabs)]
+        group, slab = self.groups[span.group], self._slabs[number % len(self._slabs)]
         run = group.baseline_run(span.first_block, span.num_blocks)
         target = slab.view(group.torch_word)[: run.numel()]
         if number >= len(self._slabs):  # that chunk is settled: the host runs only so far ahead
@@ -264,7 +276,7 @@ class ChunkSender:
             yield self._settle(*waiting.popleft())
         while waiting:
             yield self._settle(*waiting.popleft())
-        for group in self._groups:
+        for group in self.groups:
             group.release_new()
 
     def _settle(self, span: Span, chunk: RawChunk, ready: torch.cuda.Event | None) -> SentChunk:
@@ -276,7 +288,12 @@ class ChunkSender:
             raise CapacityError(
                 "more changes than the buffers hold", expected=err.expected, found=err.found, hint="Raise max_density."
             ) from err
-        sent = SentChunk(len(self._sent), span, chunk, ready)
+        old = None
+        if self.keeps_old:
+            with self._diffing.active():
+                old = gather_group(self.groups[span.group], chunk)
+            ready = self._diffing.mark()
+        sent = SentChunk(len(self._sent), span, chunk, ready, old)
         self._sent.append(sent)
         return sent
 
@@ -298,13 +315,13 @@ class ChunkSender:
             for sent in self._sent:
                 number = sent.span.group
                 sums, fault = self._applied.parts[number], self._applied.faults[number]
-                apply_group(self._groups[number], sent.changes, None, sums=sums, fault=fault)
+                apply_group(self.groups[number], sent.changes, None, sums=sums, fault=fault)
         self._diffing.lead_caller()
 
     def _write_to_host(self) -> None:
         """Scatter on the host, many parameters at a time."""
         for sent in self._sent:
-            group, members = self._groups[sent.span.group], self.plan.members[sent.span.group]
+            group, members = self.groups[sent.span.group], self.plan.members[sent.span.group]
             counts, offsets, values = (tensor.cpu().numpy() for tensor in sent.tensors)
             changes = changes_of(group, sent.span.first_block, counts, offsets.view(np.uint16))
 

@@ -14,6 +14,7 @@ from deltacast.delta.kernels.operations import (
     audit_group,
     available,
     diff_group,
+    gather_group,
     undo_group,
 )
 from deltacast.delta.kernels.undo import NO_FAULT, UndoLog, faults
@@ -28,6 +29,7 @@ __all__ = [
     "apply_group",
     "undo_group",
     "audit_group",
+    "gather_group",
     "available",
     "masks",
     "mask_bytes",

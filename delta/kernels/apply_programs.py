@@ -8,7 +8,7 @@ from __future__ import annotations
 from deltacast.delta.kernels.language import constexpr, program, tensor, tl
 from deltacast.delta.kernels.unit_programs import start_of, weigh_at
 
-__all__ = ["apply_program", "check_program", "count_program", "undo_program"]
+__all__ = ["apply_program", "check_program", "count_program", "gather_program", "undo_program"]
 
 
 @program
@@ -113,3 +113,21 @@ def undo_program(
         live = index < count
         offset = tl.load(offsets_ptr + start + index, mask=live, other=0).to(tl.int32) & 0xFFFF
         tl.store(base_at + offset, tl.load(undo_ptr + start + index, mask=live, other=0), mask=live)
+
+
+@program
+def gather_program(
+    blocks_ptr: tensor, counts_ptr: tensor, count_sums_ptr: tensor, offsets_ptr: tensor, out_ptr: tensor,
+    first_block: tensor, word: constexpr, tile: constexpr,
+) -> None:  # fmt: skip
+    """Copy the baseline's words at a block's offsets."""
+    block = tl.program_id(0)
+    count = tl.load(counts_ptr + block)
+    start = start_of(counts_ptr, count_sums_ptr, block)
+    base_at = tl.load(blocks_ptr + (first_block + block).to(tl.int64) * 4 + 1).to(tl.pointer_type(word))
+    lane = tl.arange(0, tile)
+    for first in range(0, count, tile):
+        index = first + lane
+        live = index < count
+        offset = tl.load(offsets_ptr + start + index, mask=live, other=0).to(tl.int32) & 0xFFFF
+        tl.store(out_ptr + start + index, tl.load(base_at + offset, mask=live, other=0), mask=live)

@@ -12,7 +12,7 @@ from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.language import tl
 from deltacast.delta.kernels.undo import UndoLog
 
-__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "undo_blocks"]
+__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "gather_blocks", "undo_blocks"]
 
 _EMIT_OPTIONS: Final = {"lanes": 256, "tile": 1024, "num_warps": 8}
 _CHECK_OPTIONS: Final = {"tile": 512, "num_warps": 2}
@@ -77,6 +77,18 @@ def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
     """Write back what applying the chunk overwrote; see `operations.undo_group`."""
     apply_programs.undo_program[(chunk.num_blocks,)](
         group.table.blocks, chunk.counts, chunk.count_sums, chunk.offsets, *_log_of(chunk, undo), chunk.first_block,
+        word=_word(group)["word"], **_APPLY_OPTIONS,
+    )  # fmt: skip
+
+
+def gather_blocks(group: ParamGroup, chunk: RawChunk, out: torch.Tensor, fault: torch.Tensor) -> None:
+    """Copy the words that a trusted chunk would overwrite; see `operations.gather_group`."""
+    blocks = group.table.blocks
+    apply_programs.count_program[(-(-chunk.num_blocks // COUNTS_PER_SUM),)](
+        blocks, chunk.counts, chunk.count_sums, fault, chunk.first_block, chunk.num_blocks
+    )
+    apply_programs.gather_program[(chunk.num_blocks,)](
+        blocks, chunk.counts, chunk.count_sums, chunk.offsets, out, chunk.first_block,
         word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
 

@@ -18,9 +18,9 @@ from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import twin
 from deltacast.delta.kernels.arena import RawChunk, mask_bytes
 from deltacast.delta.kernels.group import ParamGroup
-from deltacast.delta.kernels.undo import UndoLog
+from deltacast.delta.kernels.undo import UndoLog, faults
 
-__all__ = ["Backend", "apply_group", "audit_group", "available", "diff_group", "undo_group"]
+__all__ = ["Backend", "apply_group", "audit_group", "available", "diff_group", "gather_group", "undo_group"]
 
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 """Which implementation: `auto` takes Triton where it is available."""
@@ -170,6 +170,35 @@ def undo_group(group: ParamGroup, undo: UndoLog, chunk: RawChunk | None = None, 
     else:
         for one in chunks:
             twin.undo_blocks(group, one, undo)
+
+
+def gather_group(group: ParamGroup, chunk: RawChunk, *, backend: Backend = "auto") -> torch.Tensor:
+    """Return the words that a chunk would overwrite: what its values are coded against.
+
+    Args:
+        group: whose baseline is read.
+        chunk: settled, its counts and offsets checked already: ours, or decoded with their checks.
+        backend: which implementation.
+
+    Returns:
+        [num_changes] words on the group's device, new memory, in the order of the current stream.
+
+    Raises:
+        InputError: a chunk that is not settled, of another group, or of blocks that are not on the device.
+    """
+    _check_chunk(group, chunk)
+    out = torch.empty_like(chunk.values)
+    if chunk.num_blocks == 0 or chunk.num_changes == 0:
+        return out
+    if _triton(group, backend):
+        from deltacast.delta.kernels import launch
+
+        with _current(group):
+            group.upload(chunk.first_block, chunk.num_blocks)
+            launch.gather_blocks(group, chunk, out, faults(group))
+    else:
+        twin.gather_blocks(group, chunk, out)
+    return out
 
 
 def audit_group(

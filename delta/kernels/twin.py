@@ -16,7 +16,7 @@ from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.key_tables import unit_keys
 from deltacast.delta.kernels.undo import NO_FAULT, UndoLog
 
-__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "undo_blocks"]
+__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "gather_blocks", "undo_blocks"]
 
 _CHUNK_WORDS = 1 << 20
 
@@ -140,6 +140,12 @@ def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
     old = undo.values[chunk.place]
     for _, place, words, index, _ in _places(group, chunk):
         words.index_copy_(0, index, old[place])
+
+
+def gather_blocks(group: ParamGroup, chunk: RawChunk, out: torch.Tensor) -> None:
+    """Copy the words that a trusted chunk would overwrite; see `operations.gather_group`."""
+    for _, place, words, index, _ in _places(group, chunk):
+        out[place] = words[index]
 
 
 def audit_blocks(group: ParamGroup, sums: torch.Tensor, first_block: int, num_blocks: int) -> None:
