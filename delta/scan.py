@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deltacast.delta.kernels import Backend, ParamGroup, audit_group, available
+from deltacast.delta.kernels import BLOCK_WORDS, Backend, KeyTables, ParamGroup, audit_group, available
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.threads import in_order
 
@@ -41,6 +41,7 @@ class Scanner:
         self._threads = threads
         self._backend: Backend = backend
         self._plans: dict[tuple[int, ...], _Plan] = {}  # the one used last comes last
+        self._keys: dict[torch.device, KeyTables] = {}
 
     def fingerprints(self, places: Sequence[int]) -> list[int]:
         """Rescan the memories at these places and return their fingerprints, in the same order. Blocks.
@@ -55,6 +56,10 @@ class Scanner:
         for batch, sums in zip(plan.batches, launched, strict=True):
             found.update(zip(batch.places, sums.cpu().numpy().view(np.uint64).tolist(), strict=True))
         return [found[place] for place in places]
+
+    def prepare(self, places: Sequence[int]) -> None:
+        """Make ready for a scan of these places, so that it takes no longer than reading them."""
+        self._plan(tuple(places))
 
     def _plan(self, places: tuple[int, ...]) -> _Plan:
         plan = self._plans.pop(places, None) or self._make(places)
@@ -78,6 +83,14 @@ class Scanner:
                 alone.append(place)
         return _Plan(tuple(self._batch(list(by_width.values())) for by_width in by_device.values()), tuple(alone))
 
+    def _keys_on(self, device: torch.device) -> KeyTables:
+        """Return key tables that are long enough for every memory: all groups of a device share them."""
+        if device not in self._keys:
+            blocks = max(-(-memory.num_words // BLOCK_WORDS) for memory in self._memories)
+            units_per_word = max((memory.numpy_word.itemsize + 1) // 2 for memory in self._memories)
+            self._keys[device] = KeyTables.on(device, blocks * units_per_word * BLOCK_WORDS // 1024)
+        return self._keys[device]
+
     def _goes_in_groups(self, memory: WordMemory) -> bool:
         device = memory.tensor.device
         forced = self._backend != "auto"
@@ -88,7 +101,10 @@ class Scanner:
         )
 
     def _batch(self, by_width: Sequence[Sequence[int]]) -> _Batch:
-        groups = [ParamGroup([self._memories[place].tensor for place in members]) for members in by_width]
+        groups = []
+        for members in by_width:
+            tensors = [self._memories[place].tensor for place in members]
+            groups.append(ParamGroup(tensors, keys=self._keys_on(tensors[0].device)))
         return _Batch(tuple(itertools.chain.from_iterable(by_width)), tuple(groups))
 
 

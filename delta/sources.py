@@ -28,6 +28,7 @@ __all__ = [
     "checked",
     "matched",
     "matches_any",
+    "named",
     "table_of",
 ]
 
@@ -73,6 +74,25 @@ def checked(source: WeightSource) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
         TableError: as `matched`; parameters before the one that is named have been yielded already.
     """
     yield from matched(source.metas(), source.tensors())
+
+
+def named(source: WeightSource, names: Iterable[str]) -> Iterator[torch.Tensor]:
+    """Yield a source's tensors, holding it to names in order and nothing else: who takes them checks what they are.
+
+    Raises:
+        TableError: the first tensor that is missing, extra or out of order; those before it have been yielded.
+    """
+    pairs = source.tensors()
+    for expected in names:
+        name, tensor = next(pairs, (None, None))
+        if name is None or tensor is None:
+            raise TableError("a source ended before a parameter that it lists", parameter=expected)
+        if name != expected:
+            raise TableError("a source does not keep to its own order", expected=repr(expected), found=repr(name))
+        yield tensor
+    extra = next(pairs, None)
+    if extra is not None:
+        raise TableError("a source yields a parameter that it does not list", parameter=extra[0])
 
 
 def matched(

@@ -54,7 +54,8 @@ class TrainerInitInfo:
             `auto` takes, per round, what should be fastest by link and density (engines/wires.py), and logs why.
         max_density: share of the words that may change in a streamed round: what its buffers are sized for, on the
             trainer and on each worker. A round that turns out denser is sent as a container instead.
-        chunk_bytes: bytes of weights that one chunk of a streamed round covers.
+        chunk_bytes: bytes of weights that one chunk of a streamed round covers. Smaller ones cost the host more time;
+            a baseline on the host takes two of them on the device.
         overlap_apply: workers write chunks as they arrive, serving nothing from the first one on; else they stage the
             whole payload while serving, and write between its end and the decision.
         max_send_bytes_per_s: hold the payload to this rate; None for as fast as it goes.
@@ -82,7 +83,7 @@ class TrainerInitInfo:
     baseline_folder: str | None = None
     wire: Wire = "auto"
     max_density: float = 1 / 16
-    chunk_bytes: int = 1 << 30
+    chunk_bytes: int = 1 << 31
     overlap_apply: bool = True
     max_send_bytes_per_s: float | None = None
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))

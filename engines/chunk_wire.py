@@ -24,7 +24,7 @@ from deltacast.delta.chunks import ChunkCoder, ChunkReceiver, ChunkSender, SentC
 from deltacast.delta.chunks.device import Lane
 from deltacast.delta.errors import DeadlineError, ProtocolError, TransportError
 from deltacast.delta.kernels import RawChunk
-from deltacast.delta.sources import WeightSource, checked
+from deltacast.delta.sources import WeightSource, named
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
@@ -77,7 +77,9 @@ class ChunkOutgoing(Outgoing):
         """See `Outgoing`. The first chunks are diffed while the workers get ready."""
         self._started = time.perf_counter()
         self._sender.begin()
-        self._chunks = self._sender.chunks(tensor for _, tensor in checked(self._source))
+        metas = self._baseline.state.table.metas
+        names = (metas[place].name for place in self._sender.plan.order)
+        self._chunks = self._sender.chunks(named(self._source, names))
 
     def produce(self) -> None:
         """See `Outgoing`."""

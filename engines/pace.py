@@ -15,6 +15,7 @@ import torch
 __all__ = ["LinkMeter", "Pace"]
 
 _LEAST_BYTES: Final = 1 << 20
+_SAMPLES: Final = 64  # of one generation; each costs the host some microseconds
 
 
 class Pace:
@@ -50,19 +51,22 @@ class LinkMeter:
         device: where posts happen; on CUDA they are timed by events on the current stream.
     """
 
-    __slots__ = ("_device", "_pending", "best_bytes_per_s")
+    __slots__ = ("_device", "_num_measured", "_pending", "best_bytes_per_s")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: list[tuple[int, Any, Any]] = []
+        self._num_measured = 0
         self.best_bytes_per_s: float | None = None
 
     @contextmanager
     def measured(self, num_bytes: int) -> Iterator[None]:
         """Time what is posted inside; small posts say nothing about the link."""
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < _LEAST_BYTES or self._num_measured >= _SAMPLES:
             yield
-        elif self._device.type == "cuda":
+            return
+        self._num_measured += 1
+        if self._device.type == "cuda":
             event: Any = torch.cuda.Event  # its constructor has no types
             begin, end = event(enable_timing=True), event(enable_timing=True)
             begin.record()

@@ -150,6 +150,8 @@ class RoundWorker(WorkerEngine):
             self._channel = connect(info.host, info.port, bytes.fromhex(info.secret), deadline, admission)
             self._channel.send(hello, deadline, self._state.table.to_json())
             self._enter(expect(self._channel.receive(admission)[0], Welcome))
+            if isinstance(info.audit, int):
+                self._state.prepare_rolling(info.audit)
             report = self._serve(info, call=0)
             if self._serving is not ServingStatus.SERVING:
                 raise StateError("not admitted", hint=report.error)

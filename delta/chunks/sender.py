@@ -1,6 +1,6 @@
 """The trainer's side of a streamed round: chunk after chunk is diffed, and later applied to the baseline.
 
-The host runs two chunks ahead of the one whose number of changes it waits for, so that the device never idles.
+The host runs a chunk ahead of the one whose number of changes it waits for, so that the device never idles.
 Everything that was found stays in the arenas until the round is decided: the baseline moves by exactly what was sent.
 """
 
@@ -29,7 +29,7 @@ from deltacast.delta.threads import in_order
 
 __all__ = ["ChunkSender", "SentChunk"]
 
-_AHEAD: Final = 2
+_AHEAD: Final = 1
 _Launch: TypeAlias = tuple[Span, RawChunk, "torch.cuda.Event | None"]
 
 
@@ -213,12 +213,11 @@ class ChunkSender:
         meta = self._state.table.metas[place]
         if tensor is None:
             raise TableError("the new weights end before a parameter of the baseline", parameter=meta.name)
-        if tensor.device.type == "meta":
-            raise InputError("a tensor without data", parameter=meta.name, found="a meta tensor")
-        tensor = self._on_device(tensor, meta.name)
-        self._diffing.keep(tensor)
         group, param = self._numbers[place]
-        self.groups[group].point_new(param, tensor)
+        if not self.groups[group].point_again(param, tensor):
+            if tensor.device.type == "meta":
+                raise InputError("a tensor without data", parameter=meta.name, found="a meta tensor")
+            self.groups[group].point_new(param, self._on_device(tensor, meta.name))
 
     def _on_device(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         plain = tensor.detach()
@@ -251,10 +250,6 @@ class ChunkSender:
             sums, scratch = self._found.parts[span.group], self._scratch[span.group]
             diff_group(group, chunk, sums=sums, scratch=scratch, audit_baseline=True)
             self._totals[number : number + 1].copy_(chunk.total.view(1), non_blocking=True)
-        params = group.params_of(span.first_block, span.num_blocks)
-        group.release_new(
-            params if span.first_block + span.num_blocks == group.first_blocks[params.stop] else params[:-1]
-        )
         return span, chunk, self._diffing.mark()
 
     def _stage(self, number: int, span: Span) -> None:
@@ -282,6 +277,7 @@ class ChunkSender:
     def _settle(self, span: Span, chunk: RawChunk, ready: torch.cuda.Event | None) -> SentChunk:
         if ready is not None:
             ready.synchronize()
+        self._release(span)
         try:
             chunk.arena.settle(chunk, int(self._totals[len(self._sent)]))
         except InputError as err:
@@ -296,6 +292,12 @@ class ChunkSender:
         sent = SentChunk(len(self._sent), span, chunk, ready, old)
         self._sent.append(sent)
         return sent
+
+    def _release(self, span: Span) -> None:
+        """Let go of the new tensors that were diffed whole: temporaries need not be kept any longer."""
+        group, end_block = self.groups[span.group], span.first_block + span.num_blocks
+        params = group.params_of(span.first_block, span.num_blocks)
+        group.release_new(param for param in params if group.first_blocks[param + 1] <= end_block)
 
     def _require_undamaged(self, places: NDArray[np.int64], found: NDArray[np.uint64]) -> None:
         expected = self._state.fingerprints[places]

@@ -84,6 +84,7 @@ class ParamGroup:
         self._homes = np.concatenate([self.table.addresses(i, w.data_ptr()) for i, w in enumerate(self.baseline)])
         self._run: tuple[int, int, torch.Tensor] | None = None
         self._new: list[torch.Tensor | None] = [None] * len(baseline)
+        self._new_address = [-1] * len(baseline)  # of where the table says that new words are
         if not self.staged:
             self.table.point(BASELINE, 0, self._homes)
         for param, tensor in enumerate(new or ()):
@@ -175,7 +176,20 @@ class ParamGroup:
         if not _is_plain(tensor, self.device):
             self._words(tensor, self.names[param], self.device)  # names what is wrong
         self._new[param] = tensor
+        self._new_address[param] = tensor.data_ptr()
         self.table.point_param(NEW, param, tensor.data_ptr())
+
+    def point_again(self, param: int, tensor: torch.Tensor) -> bool:
+        """Point a parameter where it was pointed last, if that is where the tensor is; much faster than `point_new`.
+
+        Returns:
+            False, and nothing has changed, if it is not, or is not plain enough to tell at a glance.
+        """
+        same = tensor.data_ptr() == self._new_address[param] and (tensor.dtype, tensor.shape) == self._metas[param]
+        if not same or not tensor.is_contiguous() or tensor.is_complex() or tensor.device != self.device:
+            return False
+        self._new[param] = tensor.detach()
+        return True
 
     def release_new(self, params: Iterable[int] | None = None) -> None:
         """Let go of new tensors, by default of all; diffs refuse these parameters until they are pointed again.

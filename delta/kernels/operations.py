@@ -109,8 +109,8 @@ def apply_group(
     Args:
         group: what to write to; new tensors are not touched.
         chunk: of an arena made for the group, settled, its counts, offsets and values as received; read only.
-        undo: logs the chunk; arena and log must stay as they are until the round is decided. None if it has been,
-            and nothing will be taken back.
+        undo: logs the chunk; arena and log must stay as they are until the round is decided. None for a chunk of our
+            own, as `diff_group` left it, once its round is decided: it is not checked again, nor ever taken back.
         sums: int64 [2, num_params], contiguous, on the group's device; *added to*: row 0 the sums of old unit * key
             over the changed words (to compare with the sender's), row 1 of new ones. The fingerprint moves by
             `sums[1] - sums[0]`.
@@ -135,10 +135,12 @@ def apply_group(
 
         with _current(group):
             group.upload(chunk.first_block, chunk.num_blocks)
-            launch.check_blocks(group, chunk, fault)
+            if undo is not None:
+                launch.check_blocks(group, chunk, fault)
             launch.apply_blocks(group, chunk, undo, sums, fault)
     else:
-        twin.check_blocks(group, chunk, fault)
+        if undo is not None:
+            twin.check_blocks(group, chunk, fault)
         twin.apply_blocks(group, chunk, undo, sums, fault)
 
 
