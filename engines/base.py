@@ -55,7 +55,7 @@ class TrainerInitInfo:
         max_density: share of the words that may change in a streamed round: what its buffers are sized for, on the
             trainer and on each worker. A round that turns out denser is sent as a container instead.
         chunk_bytes: bytes of weights that one chunk of a streamed round covers. Smaller ones cost the host more time;
-            a baseline on the host takes two of them on the device.
+            a baseline on the host takes three of them on the device.
         overlap_apply: workers write chunks as they arrive, serving nothing from the first one on; else they stage the
             whole payload while serving, and write between its end and the decision.
         max_send_bytes_per_s: hold the payload to this rate; None for as fast as it goes.

@@ -71,11 +71,12 @@ class ChunkOutgoing(Outgoing):
         self.buffer_bytes = sender.nbytes
         self._ready: queue.SimpleQueue[_Ready | Sums | None] = queue.SimpleQueue()
         self._chunks: Iterator[SentChunk] = iter(())
-        self._started = 0.0
 
     def begin(self) -> None:
-        """See `Outgoing`. The first chunks are diffed while the workers get ready."""
-        self._started = time.perf_counter()
+        """See `Outgoing`. The first chunks are diffed while the workers get ready; the second call finds it begun."""
+        if self.begun_at:
+            return
+        self.begun_at = time.perf_counter()
         self._sender.begin()
         metas = self._baseline.state.table.metas
         names = (metas[place].name for place in self._sender.plan.order)
@@ -92,7 +93,7 @@ class ChunkOutgoing(Outgoing):
                     pending = self._coder.pack(chunk)
             self._ready.put(_Ready(chunk, pending))
         sums, self.target_digest = self._sender.sums()
-        self.diff_s = time.perf_counter() - self._started
+        self.diff_s = time.perf_counter() - self.begun_at
         self.num_changed, self.num_parameters = self._sender.num_changed, len(sums.places)
         self._ready.put(sums)
 

@@ -33,6 +33,7 @@ class Outcome:
     ready_s: float = 0.0
     send_s: float = 0.0
     commit_s: float = 0.0
+    round_s: float = 0.0
     commit_by: Deadline | None = None
 
 
@@ -61,6 +62,7 @@ def report_of(payload: Outgoing, baseline: Baseline, outcome: Outcome, members: 
             apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
             audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
             commit_s=outcome.commit_s,
+            round_s=payload.diff_s + payload.encode_s + outcome.round_s if not payload.begun_at else outcome.round_s,
         ),
         workers=tuple(_verdict_of(member, outcome, payload.target_digest) for member in members),
         evicted=tuple(member.name for member in members if member.lost),

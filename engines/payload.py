@@ -41,6 +41,8 @@ class Outgoing(ABC):
         overlaps: whether workers write while they receive.
         num_changed, num_parameters, sent_bytes: for the report; final once `send` has returned.
         buffer_bytes: extra memory on the trainer's device and host, by its bound.
+        begun_at: when `begin` started the diff, by `time.perf_counter`; 0 if the diff came before.
+        diff_s, encode_s: for the report.
     """
 
     wire: str
@@ -54,6 +56,7 @@ class Outgoing(ABC):
     num_parameters: int = 0
     sent_bytes: int = 0
     buffer_bytes: int = 0
+    begun_at: float = 0.0
     diff_s: float = 0.0
     encode_s: float = 0.0
 

@@ -20,6 +20,7 @@ class StageTimes:
         apply_s: decoding, staging, writing and reading back: the slowest worker's own clock.
         audit_s: rescanning: the slowest worker's own clock.
         commit_s: from the last verdict to the last ACK, the baseline's advance included.
+        round_s: from the start of the diff to the last ACK: all of the round, without the calls through the client.
         total_s: the whole `send_weights`.
     """
 
@@ -30,6 +31,7 @@ class StageTimes:
     apply_s: float = 0.0
     audit_s: float = 0.0
     commit_s: float = 0.0
+    round_s: float = 0.0
     total_s: float = 0.0
 
 

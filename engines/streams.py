@@ -38,8 +38,8 @@ class Streams:
         self._coder: ChunkCoder | None = None
         self._density: float | None = None
 
-    def payload(self, workers: Membership, target_version: int) -> Outgoing | None:
-        """Return the next round's payload if it is to be streamed, else None.
+    def payload(self, workers: Membership) -> Outgoing | None:
+        """Return the next round's payload if it is to be streamed, else None; its target version is to be set.
 
         Raises:
             InputError: a wire was asked for that a worker cannot receive.
@@ -55,7 +55,7 @@ class Streams:
             threads=info.threads,
             last=LastRound(self._density, workers.link_bytes_per_s),
         )
-        _LOG.info("deltacast wire for version %d: %s (%s)", target_version, choice.wire, choice.reason)
+        _LOG.info("deltacast wire for the next version: %s (%s)", choice.wire, choice.reason)
         if choice.wire not in STREAMED:
             return None
         coded = choice.wire == "coded"
@@ -64,7 +64,7 @@ class Streams:
             sender,
             self._source,
             self._baseline,
-            target_version=target_version,
+            target_version=self._baseline.version + 1,
             overlaps=info.overlap_apply,
             coder=self._coder if coded else None,
         )

@@ -77,6 +77,7 @@ class RoundTrainer(TrainerEngine):
         self._num_calls = 0
         self._client_error = ""
         self._streams = Streams(init_info, source, self.baseline)
+        self._early: tuple[tuple[Member, ...], Outgoing] | None = None
 
     @classmethod
     def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
@@ -129,7 +130,9 @@ class RoundTrainer(TrainerEngine):
     def _send_weights(self, optimizer_step: int | None) -> RoundReport:
         started = time.perf_counter()
         self._num_calls += 1
+        self._early = None
         try:
+            self._begin_early()
             self._client_call("start the update", self._client.start_weight_update)
             report = self._update_workers(optimizer_step)
         except BaseException:  # nobody stays paused over a call that failed
@@ -142,6 +145,21 @@ class RoundTrainer(TrainerEngine):
         _LOG.info("%s", report.line())
         self._client_call("finish the update, though it is committed", self._client.finish_weight_update, report)
         return report
+
+    def _begin_early(self) -> None:
+        """Start diffing while workers are still being told to get ready, if the round will be streamed."""
+        if self._workers.members:
+            payload = self._streams.payload(self._workers)
+            if payload is not None:
+                self._early = tuple(self._workers.members), payload
+                payload.begin()
+
+    def _streamed_payload(self) -> Outgoing | None:
+        """Return the payload that was begun early if the workers are still the same, else one that is to begin."""
+        early, self._early = self._early, None
+        if early is not None and early[0] == tuple(self._workers.members):
+            return early[1]
+        return self._streams.payload(self._workers)
 
     def _update_workers(self, optimizer_step: int | None) -> RoundReport:
         update_info = {"run_id": self._info.run_id, "call": self._num_calls}
@@ -276,8 +294,9 @@ class RoundTrainer(TrainerEngine):
     def _publish_once(self, optimizer_step: int | None) -> tuple[Outgoing, Outcome]:
         """Run a round; as a container after all if there were more changes than a streamed one has room for."""
         target_version = max(self.baseline.version, self._workers.newest_reported) + 1
-        payload = self._streams.payload(self._workers, target_version)
+        payload = self._streamed_payload()
         if payload is not None:
+            payload.target_version = target_version
             try:
                 return payload, self._publish_payload(payload)
             except CapacityError as err:
@@ -305,7 +324,7 @@ class RoundTrainer(TrainerEngine):
     def _round(self, payload: Outgoing, receivers: Sequence[Member]) -> Outcome:
         """Run one round to its end: every live worker has acted on the decision, or is lost."""
         self._round_number += 1
-        outcome = Outcome(self._key())
+        outcome, started = Outcome(self._key()), time.perf_counter()
         self._machine.step("propose")
         try:
             payload.begin()
@@ -322,6 +341,7 @@ class RoundTrainer(TrainerEngine):
             raise
         finally:  # whatever happened, there is a decision and everybody is told
             self._end(payload, outcome)
+        outcome.round_s = time.perf_counter() - (payload.begun_at or started)
         return outcome
 
     def _end(self, payload: Outgoing, outcome: Outcome) -> None:

@@ -1,6 +1,6 @@
 """The trainer's side of a streamed round: chunk after chunk is diffed, and later applied to the baseline.
 
-The host runs a chunk ahead of the one whose number of changes it waits for, so that the device never idles.
+The host runs two chunks ahead of the one whose number of changes it waits for, so that the device never idles.
 Everything that was found stays in the arenas until the round is decided: the baseline moves by exactly what was sent.
 """
 
@@ -29,7 +29,7 @@ from deltacast.delta.threads import in_order
 
 __all__ = ["ChunkSender", "SentChunk"]
 
-_AHEAD: Final = 1
+_AHEAD: Final = 2
 _Launch: TypeAlias = tuple[Span, RawChunk, "torch.cuda.Event | None"]
 
 
