@@ -1,7 +1,7 @@
 """What a round carries: one class per wire and side, behind which the protocol does not look.
 
 `Outgoing` is the trainer's side, `Incoming` a worker's. `container_wire.py` sends an update's groups whole,
-`chunk_wire.py` streams chunks while they are made and applied, `dense_wire.py` sends parameters whole. What is told
+`chunk_wire.py` streams chunks while they are made and applied. What is told
 beside the payload (lengths, sums) goes over the control connections, as messages of `protocol.py`.
 """
 

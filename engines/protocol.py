@@ -186,7 +186,7 @@ class Propose(Message):
     """Trainer: what is coming, before any payload; the wire's own header rides beside it.
 
     Attributes:
-        wire: how the payload is written: `container`, `raw`, `coded` or `dense`.
+        wire: how the payload is written: `container`, `raw` or `coded`.
         base_version: -1 for a seed.
         receivers: ranks that apply it; the others drain the payload and vote with what they hold.
         payload_bytes: what a receiver must have room for.

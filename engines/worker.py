@@ -1,7 +1,7 @@
 """The worker's half of the protocol: hold weights, receive updates, prove what is held, obey the decision.
 
-Everything that any transport shares is here; `sparse_nccl.py` adds how the payload arrives. The states are those of
-`protocol.WORKER_STEPS`; weights are written between RECEIVED and VOTED and nowhere else.
+Everything that any transport shares is here; how a payload arrives is `payload.py` and the `*_wire.py`. The states are
+those of `protocol.WORKER_STEPS`; weights are written before VOTED only: from RECEIVED on, or as chunks arrive.
 """
 
 from __future__ import annotations
