@@ -435,8 +435,9 @@ class RoundTrainer(TrainerEngine):
         self._machine.step("decide")
         if outcome.committed:
             self._workers.newest_reported = max(self._workers.newest_reported, payload.target_version)
-        if len(outcome.verdicts) < len(members):
-            self._workers.drop_group()  # wakes workers that still wait for payload
+        failed = any(verdict.error and not verdict.damaged for verdict in outcome.verdicts.values())
+        if failed or len(outcome.verdicts) < len(members):
+            self._workers.drop_group()  # wakes workers that still wait for payload; one that failed may have left
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed:
             payload.advance()

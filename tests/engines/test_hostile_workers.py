@@ -19,7 +19,7 @@ from deltacast.engines.control import Channel
 from deltacast.engines.protocol import Message, RoundKey, encode_message
 from deltacast.engines.sparse_nccl import SparseNcclWorker
 from engine_processes import Policy, weights_of
-from engine_setups import TolerantClient, raised, trainer_of, wait_for_connection
+from engine_setups import EVERY_WIRE, TolerantClient, raised, trainer_of, wait_for_connection
 
 pytestmark = pytest.mark.timeout(60)
 Lie: TypeAlias = Callable[[Channel, Any], Message | None]
@@ -83,12 +83,13 @@ NOISE: Mapping[str, Lie] = {
 
 @pytest.mark.parametrize("lie", NOISE)
 @pytest.mark.parametrize("kind", ["ready", "verdict", "ack"])
-def test_a_worker_that_sends_noise_is_dropped_and_the_others_go_on(kind: str, lie: str) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_worker_that_sends_noise_is_dropped_and_the_others_go_on(wire: str, kind: str, lie: str) -> None:
     """Before the decision the round aborts; after it the version stands. Nobody waits for a deadline."""
     policy, served = Policy(0), [Policy(0), Policy(0)]
     liar, truthful = Liar(served[0]), SparseNcclWorker(ModuleSource(served[1]))
     before = weights_of(policy)
-    with trainer_of(policy, TolerantClient([liar, truthful]), 2) as trainer:
+    with trainer_of(policy, TolerantClient([liar, truthful]), 2, wire=wire) as trainer:
         policy.step(0)
         liar.arm(kind, NOISE[lie])
         if kind == "ack":

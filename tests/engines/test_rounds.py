@@ -24,7 +24,7 @@ from deltacast.engines.clients import InProcessClient
 from deltacast.engines.registry import trainer_engine, worker_engine
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import DIE_AT, PipeClient, Policy, WorkerError, WorkerProcess, weights_of, worker_processes
-from engine_setups import in_process, info, num_descriptors, raised, trainer_of, wait_for_connection
+from engine_setups import EVERY_WIRE, in_process, info, num_descriptors, raised, trainer_of, wait_for_connection
 
 pytestmark = pytest.mark.timeout(120)
 SECRET = "5e" * 32
@@ -46,18 +46,19 @@ def placed(device: str, num_workers: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_hold_the_trainers_bytes_after_every_round(num_workers: int, device: str) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_workers_hold_the_trainers_bytes_after_every_round(wire: str, num_workers: int, device: str) -> None:
     """Whole state dicts are compared as bytes, outside every digest."""
     policy, options = policy_on(device), placed(device, num_workers)
     with (
         worker_processes(*[0] * num_workers, device=device) as client,
-        trainer_of(policy, client, num_workers, **options) as trainer,
+        trainer_of(policy, client, num_workers, wire=wire, **options) as trainer,
     ):
         client.reports()
         for step in range(3):
             policy.step(step)
             report = trainer.send_weights(optimizer_step=step)
-            assert (report.committed, report.target_version) == (True, step + 1)
+            assert (report.committed, report.target_version, report.wire) == (True, step + 1, wire)
             assert report.num_verified == num_workers
             assert [reply.version for reply in client.reports()] == [step + 1] * num_workers
             for worker in client.workers:
@@ -75,10 +76,12 @@ def test_a_worker_with_other_weights_is_seeded() -> None:
 
 
 @pytest.mark.parametrize("step", DIE_AT)
-def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(step: str) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(wire: str, step: str) -> None:
     """The survivor is wholly at one version, audited; the trainer goes on with a new group and no restart."""
     policy = Policy(0)
-    with worker_processes(0, 0, die={1: (step, 2, signal.SIGKILL)}) as client, trainer_of(policy, client, 2) as trainer:
+    die = {1: (step, 2, signal.SIGKILL)}
+    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, wire=wire) as trainer:
         client.reports()
         survivor, victim = client.workers
         policy.step(0)
@@ -97,6 +100,7 @@ def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(step: 
         assert reports[-1].version == (2 if committed else 1)
         assert survivor.ask("weights") == (weights_of(policy) if committed else before)
         assert survivor.ask("audit") == []
+        assert trainer.baseline.state.audit() == []
         assert survivor.ask("status").status is ServingStatus.SERVING
         client.workers.remove(victim)
         victim.stop()
@@ -109,11 +113,12 @@ def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(step: 
 
 
 @pytest.mark.parametrize("step", ["ready", "payload", "voted"])
-def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_missed(step: str) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_missed(wire: str, step: str) -> None:
     """SIGSTOP past every timeout: the round aborts, the others go on; thawed, it is at its old version and says so."""
     policy = Policy(0)
-    die = {1: (step, 1, signal.SIGSTOP)}
-    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, timeout_s=2.0) as trainer:
+    die, options = {1: (step, 1, signal.SIGSTOP)}, {"wire": wire, "timeout_s": 2.0}
+    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, **options) as trainer:
         client.reports()
         before = weights_of(policy)
         survivor, frozen = client.workers

@@ -9,7 +9,7 @@ import pytest
 
 from deltacast.delta.errors import RoundAbortedError, TransportError, VerificationError
 from deltacast.delta.module_source import ModuleSource
-from deltacast.engines.base import ServingStatus, TrainerInitInfo
+from deltacast.engines.base import ServingStatus, TrainerInitInfo, Wire
 from deltacast.engines.protocol import RoundKey
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from engine_processes import (
@@ -21,7 +21,7 @@ from engine_processes import (
     weights_of,
     worker_processes,
 )
-from engine_setups import TolerantClient, in_process, info, trainer_of
+from engine_setups import EVERY_WIRE, TolerantClient, in_process, info, trainer_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,9 +45,10 @@ def start(client: PipeClient, trainer: TrainerProcess) -> None:
 
 
 @pytest.mark.parametrize("step", TRAINER_DIES_AT)
-def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on(step: str) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on(wire: Wire, step: str) -> None:
     """Two survivors: stale, each wholly at the version it says, audited; then admitted by an heir of the run."""
-    trainer = TrainerProcess(info(2), step, 2, signal.SIGKILL)
+    trainer = TrainerProcess(info(2, wire=wire), step, 2, signal.SIGKILL)
     with worker_processes(0, 0) as client:
         try:
             start(client, trainer)
@@ -68,7 +69,7 @@ def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on
             assert worker.ask("weights") == weights[status.version]
             assert worker.ask("audit") == []
         heir = policy_at(1, 2) if newest[-1] == 2 else policy_at(1)
-        with trainer_of(heir, client, 2, epoch=1, version=newest[-1]) as successor:
+        with trainer_of(heir, client, 2, epoch=1, version=newest[-1], wire=wire) as successor:
             assert [worker.reply().status for worker in client.workers] == [ServingStatus.SERVING] * 2
             heir.step(3)
             report = successor.send_weights()
@@ -106,11 +107,12 @@ def test_a_trainer_frozen_past_every_timeout_raises_when_it_thaws(step: str, num
 
 @pytest.mark.parametrize("step", ["_propose", "_send_payload", "_watch_payload", "_hear_verdicts"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_a_trainer_interrupted_in_a_round_aborts_it_and_can_go_on(step: str, fault: Any) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_trainer_interrupted_in_a_round_aborts_it_and_can_go_on(wire: Wire, step: str, fault: Any) -> None:
     """Ctrl-C, no memory, a bug: everybody hears ABORT at once, and the next call publishes."""
     policy, served = Policy(0), [Policy(0), Policy(0)]
     before = weights_of(policy)
-    with in_process(*served) as (workers, client), trainer_of(policy, client, 2) as trainer:
+    with in_process(*served) as (workers, client), trainer_of(policy, client, 2, wire=wire) as trainer:
         real = getattr(trainer, step)
 
         def interrupt(*args: Any) -> None:

@@ -18,7 +18,7 @@ from deltacast.engines.control import Task
 from deltacast.engines.protocol import Decision
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import Policy, weights_of
-from engine_setups import TolerantClient, in_process, info, raised, trainer_of, wait_for_connection
+from engine_setups import EVERY_WIRE, TolerantClient, in_process, info, raised, trainer_of, wait_for_connection
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,7 +108,10 @@ def test_a_worker_that_cannot_restore_serves_nothing_and_is_seeded_when_it_comes
 
 @pytest.mark.parametrize("step", ["_prepare", "_receive_payload", "_apply", "_audit", "_await_decision"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_worker_leaves_at_the_base_and_the_trainer_hears_at_once(step: str, fault: Any) -> None:
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_an_interrupted_worker_leaves_at_the_base_and_the_trainer_hears_at_once(
+    wire: str, step: str, fault: Any
+) -> None:
     """Ctrl-C anywhere in a round: restored, audited, disconnected, stale; and it can come again."""
     policy, served = Policy(0), [Policy(0), Policy(0)]
     before = weights_of(policy)
@@ -125,7 +128,7 @@ def test_an_interrupted_worker_leaves_at_the_base_and_the_trainer_hears_at_once(
                 interrupted.append(True)
 
     interrupted: list[bool] = []
-    with in_process(*served) as (workers, _), trainer_of(policy, Client(workers), 2) as trainer:
+    with in_process(*served) as (workers, _), trainer_of(policy, Client(workers), 2, wire=wire) as trainer:
         setattr(workers[0], step, interrupt)
         policy.step(0)
         if step == "_await_decision":  # it had voted

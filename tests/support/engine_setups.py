@@ -15,6 +15,9 @@ from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import Policy
 
 RUN = "run"
+WIRES = ("raw", "coded")
+"""Of streamed rounds; on the CPU `auto` takes none of them."""
+EVERY_WIRE = ("container", *WIRES)
 
 
 def info(num_workers: int, **options: Any) -> TrainerInitInfo:
