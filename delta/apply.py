@@ -98,7 +98,7 @@ class Transaction:
         self._undo = undo
         self._writes = writes
         self._after = after
-        self._before = (state.version, state.fingerprints.copy(), state.audited_versions.copy())
+        self._before = state.label()
         self._num_written = 0
         self.update = update
         self.state = TransactionState.STAGED
@@ -193,25 +193,21 @@ class Transaction:
                 if write.old is not None:
                     _put(write, write.old)
         except BaseException:
-            self._owner.version = None
-            self._owner.audited_versions[:] = -1
+            self._owner.disown()
             raise
-        version, fingerprints, audited = self._before
-        self._owner.version = version
-        self._owner.fingerprints[:] = fingerprints
-        self._owner.audited_versions[:] = audited
+        self._owner.restore(self._before)
         if any(write.old is None for write in written):
             self._owner.forget()
         self._num_written = 0
         self._writes.clear()
 
     def _require_unmoved(self) -> None:
-        version, fingerprints, _ = self._before
-        if self._owner.version != version or not np.array_equal(self._owner.fingerprints, fingerprints):
+        before = self._before
+        if self._owner.version != before.version or not np.array_equal(self._owner.fingerprints, before.fingerprints):
             raise BaseError(
                 "the weights moved since this update was staged",
                 version=self.update.target_version,
-                expected=f"base {version}",
+                expected=f"base {before.version}",
                 found=f"base {self._owner.version}",
                 hint="Stage it again.",
             )

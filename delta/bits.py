@@ -81,6 +81,19 @@ def numpy_words(tensor: torch.Tensor, *, name: str = "tensor") -> Words:
     return array.view(row.numpy_word)
 
 
+def copy_bits(target: torch.Tensor, source: torch.Tensor, *, name: str = "tensor") -> None:
+    """Copy bits between tensors of one dtype and shape, wherever they are and however they are laid out.
+
+    As integers: a float copy may quieten a signalling NaN. Lazily conjugated or negated sources are resolved. Does not
+    wait for a GPU.
+
+    Raises:
+        DTypeError, InputError: `source` has no plain memory; nothing was written.
+    """
+    plain = source.detach().resolve_conj().resolve_neg()
+    strided_words(target).copy_(strided_words(plain, name=name), non_blocking=True)
+
+
 def from_words(array: Words, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
     """View words as a tensor of `dtype` and `shape`; shares the array's memory, which must be writable.
 

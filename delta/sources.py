@@ -42,7 +42,8 @@ class WeightSource(Protocol):
     anything more (devices, batching, transport) would tie every trainer adapter to one engine.
 
     A source can be iterated again and again; each pass reads the weights as they are then. Tensors may be live
-    views of the trainer's memory: use or copy each before the optimizer runs, and do not write to it.
+    views of the trainer's memory: use or copy each before the optimizer runs, and do not write to it. Each must
+    keep its bits until the pass is over: a streamed round reads several at a time, so one buffer for all will not do.
     """
 
     @property

@@ -23,7 +23,7 @@ from deltacast.delta.overlap import require_apart
 from deltacast.delta.scan import Scanner
 from deltacast.delta.table import ParameterTable, ParamMeta
 
-__all__ = ["Damage", "WeightState", "rolling_slices"]
+__all__ = ["Damage", "StateLabel", "WeightState", "rolling_slices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,21 @@ class Damage:
 
     def __str__(self) -> str:
         return f"{self.parameter}: expected {format_sum(self.expected)}, found {format_sum(self.found)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateLabel:
+    """What a state says of its words at one time: what whoever takes words back puts back beside them.
+
+    Attributes:
+        version: None while unknown.
+        fingerprints: uint64 [parameters], a copy.
+        audited_versions: int64 [parameters], a copy.
+    """
+
+    version: int | None
+    fingerprints: NDArray[np.uint64]
+    audited_versions: NDArray[np.int64]
 
 
 class WeightState:
@@ -111,8 +126,8 @@ class WeightState:
         """Move to a version whose words the tensors hold already (a kernel wrote them), version and sums together.
 
         Whoever calls it has written exactly the words that give these fingerprints. Nothing is rescanned and nothing
-        counts as audited; the next audit finds what is not as it was said to be. Whoever takes words back restores
-        `audited_versions` too.
+        counts as audited; the next audit finds what is not as it was said to be. Whoever may take words back keeps a
+        `label`.
 
         Args:
             version: what the words now are.
@@ -133,10 +148,24 @@ class WeightState:
         self.fingerprints[:] = fingerprints
         self.version = version
 
-    def forget(self) -> None:
-        """Drop the version: the bits are whatever they are. Rescans, so that the digest says what that is."""
+    def label(self) -> StateLabel:
+        """Return what the state says of its words now."""
+        return StateLabel(self.version, self.fingerprints.copy(), self.audited_versions.copy())
+
+    def restore(self, label: StateLabel) -> None:
+        """Say again what was said then; whoever calls it has put the words back."""
+        self.version = label.version
+        self.fingerprints[:] = label.fingerprints
+        self.audited_versions[:] = label.audited_versions
+
+    def disown(self) -> None:
+        """Drop the version without a scan: words could not be put back, and half an update must not pass for one."""
         self.version = None
         self.audited_versions[:] = -1
+
+    def forget(self) -> None:
+        """Drop the version: the bits are whatever they are. Rescans, so that the digest says what that is."""
+        self.disown()
         self.rescan()
 
     def mark_audited(self) -> None:

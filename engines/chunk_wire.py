@@ -8,27 +8,24 @@ whole must add up to (docs/protocol.md, "Streamed rounds"). Diff, broadcast and 
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from deltacast.delta.chunk_codec import PackingChunk, UnpackingChunk
 from deltacast.delta.chunks import ChunkCoder, ChunkReceiver, ChunkSender, SentChunk, Sums
 from deltacast.delta.chunks.device import Lane
-from deltacast.delta.errors import DeadlineError, ProtocolError, TransportError
+from deltacast.delta.errors import ProtocolError, TransportError
 from deltacast.delta.kernels import RawChunk
 from deltacast.delta.sources import WeightSource, named
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
-from deltacast.engines.payload import Inbox, Incoming, Outgoing, Tell
+from deltacast.engines.payload import Handoff, Inbox, Incoming, Outgoing, Tell
 from deltacast.engines.protocol import Chunk, End, Propose, RoundKey, expect
 from deltacast.store.baseline import Baseline
 
@@ -69,7 +66,7 @@ class ChunkOutgoing(Outgoing):
         widths = zip(begin.capacities, sender.plan.word_bytes, strict=True)
         self.payload_bytes = sum(capacity * (2 + width) for capacity, width in widths)
         self.buffer_bytes = sender.nbytes
-        self._ready: queue.SimpleQueue[_Ready | Sums | None] = queue.SimpleQueue()
+        self._ready: Handoff[_Ready | Sums] = Handoff("the diff")
         self._chunks: Iterator[SentChunk] = iter(())
 
     def begin(self) -> None:
@@ -101,7 +98,7 @@ class ChunkOutgoing(Outgoing):
         """See `Outgoing`."""
         lane, run_id = Lane(group.device, priority=-1), self._baseline.run_id
         self.sent_bytes = len(self.header)
-        while isinstance(item := self._next(deadline), _Ready):
+        while isinstance(item := self._ready.get(deadline), _Ready):
             chunk = item.chunk
             with lane.active():
                 lane.follow(chunk.ready)
@@ -122,16 +119,7 @@ class ChunkOutgoing(Outgoing):
 
     def discard(self) -> None:
         """See `Outgoing`."""
-        self._ready.put(None)
-
-    def _next(self, deadline: Deadline) -> _Ready | Sums:
-        try:
-            item = self._ready.get(timeout=deadline.left_s("the diff"))
-        except queue.Empty:
-            raise DeadlineError("the diff did not end in time") from None
-        if item is None:
-            raise TransportError("the round was given up")
-        return item
+        self._ready.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +158,7 @@ class ChunkIncoming(Incoming):
         self._coder = coder
         self._unpacking: deque[tuple[int, RawChunk, UnpackingChunk]] = deque()
         self._propose, self._receiver, self._state, self._on_write = propose, receiver, state, on_write
-        self._before = _Snapshot(state)
+        self._before = state.label()
         self._sums: Sums | None = None
         self._digest = ""
         self.buffer_bytes = receiver.nbytes
@@ -224,9 +212,9 @@ class ChunkIncoming(Incoming):
         try:
             self._receiver.rollback()
         except BaseException:
-            self._state.version = None
+            self._state.disown()
             raise
-        self._before.restore(self._state)
+        self._state.restore(self._before)
 
     def _room_for(self, chunk: RawChunk, num_bytes: int, device: torch.device) -> torch.Tensor:
         most = _MOST_PACKED * (chunk.values.nbytes + 4 * chunk.num_blocks) + _MOST_HEADER
@@ -249,19 +237,3 @@ class ChunkIncoming(Incoming):
         if number == 0:
             self._on_write()
         self._receiver.apply(number)
-
-
-class _Snapshot:
-    """What an aborted round puts back beside the words."""
-
-    __slots__ = ("_audited", "_fingerprints", "_version")
-
-    def __init__(self, state: WeightState) -> None:
-        self._version = state.version
-        self._fingerprints: NDArray[np.uint64] = state.fingerprints.copy()
-        self._audited: NDArray[np.int64] = state.audited_versions.copy()
-
-    def restore(self, state: WeightState) -> None:
-        state.version = self._version
-        state.fingerprints[:] = self._fingerprints
-        state.audited_versions[:] = self._audited

@@ -145,7 +145,7 @@ class PayloadGroup:
         tensors = [tensor for tensor in tensors if tensor.numel()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._pace is not None:
-            self._pace.pass_on(num_bytes)
+            self._pace.pass_on(num_bytes, deadline)
         try:
             with self._meter.measured(num_bytes):
                 if self.device.type == "cuda":

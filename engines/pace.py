@@ -12,6 +12,9 @@ from typing import Any, Final
 
 import torch
 
+from deltacast.delta.errors import DeadlineError
+from deltacast.engines.control import Deadline
+
 __all__ = ["LinkMeter", "Pace"]
 
 _LEAST_BYTES: Final = 1 << 20
@@ -39,9 +42,21 @@ class Pace:
         self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_s
         return self._free_at - now
 
-    def pass_on(self, num_bytes: int) -> None:
-        """Block until a link of this rate has delivered so many bytes."""
-        time.sleep(self.delay_s(num_bytes))
+    def pass_on(self, num_bytes: int, deadline: Deadline) -> None:
+        """Block until a link of this rate has delivered so many bytes.
+
+        Raises:
+            DeadlineError: it could not by the deadline; nothing was waited for.
+        """
+        delay_s = self.delay_s(num_bytes)
+        if delay_s > deadline.left_s("the payload group"):
+            raise DeadlineError(
+                "the payload's rate is too low for its deadline",
+                expected=f"{num_bytes} bytes within {deadline.remaining_s:.1f} s",
+                found=f"{delay_s:.1f} s at {self.bytes_per_s:.0f} bytes/s",
+                hint="Raise timeout_s or max_send_bytes_per_s, or lower chunk_bytes.",
+            )
+        time.sleep(delay_s)
 
 
 class LinkMeter:
@@ -69,9 +84,10 @@ class LinkMeter:
         if self._device.type == "cuda":
             event: Any = torch.cuda.Event  # its constructor has no types
             begin, end = event(enable_timing=True), event(enable_timing=True)
-            begin.record()
+            stream = torch.cuda.current_stream(self._device)  # not the current device's, which may be another
+            begin.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self._pending.append((num_bytes, begin, end))
         else:
             started = time.perf_counter()

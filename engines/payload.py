@@ -11,14 +11,16 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from deltacast.delta.errors import DeadlineError, TransportError
 from deltacast.engines.control import Deadline, Frame
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.protocol import Message, RoundKey
 
-__all__ = ["Inbox", "Incoming", "Limits", "Outgoing", "Tell"]
+__all__ = ["Handoff", "Inbox", "Incoming", "Limits", "Outgoing", "Tell"]
+
+Item = TypeVar("Item")
 
 Tell: TypeAlias = Callable[[Message, bytes], None]
 """Sends a message, and bulk beside it, to every worker; raises TransportError if one cannot be told."""
@@ -85,30 +87,43 @@ class Outgoing(ABC):
         """Let go of whatever the round holds."""
 
 
-class Inbox:
-    """What the trainer tells during a payload, on its way from the thread that hears it to the payload's thread."""
+class Handoff(Generic[Item]):
+    """What one thread passes on to the payload's thread.
 
-    def __init__(self) -> None:
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+    Args:
+        who: whom that thread waits for, in messages.
+    """
 
-    def put(self, frame: Frame | None) -> None:
-        """Pass a frame on; None means that nothing more will come."""
-        self._frames.put(frame)
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
 
-    def get(self, deadline: Deadline) -> Frame:
-        """Wait for the next frame.
+    def put(self, item: Item) -> None:
+        """Pass an item on."""
+        self._items.put(item)
+
+    def close(self) -> None:
+        """Say that nothing more will come; may be called twice."""
+        self._items.put(None)
+
+    def get(self, deadline: Deadline) -> Item:
+        """Wait for the next item.
 
         Raises:
             DeadlineError: it did not come.
             TransportError: nothing more will come.
         """
         try:
-            frame = self._frames.get(timeout=deadline.left_s("the trainer"))
+            item = self._items.get(timeout=deadline.left_s(self._who))
         except queue.Empty:
-            raise DeadlineError("the trainer went silent in the middle of a payload") from None
-        if frame is None:
+            raise DeadlineError(f"{self._who} went silent in the middle of a payload") from None
+        if item is None:
             raise TransportError("the payload was cut off")
-        return frame
+        return item
+
+
+Inbox: TypeAlias = Handoff[Frame]
+"""What the trainer tells during a payload, as a worker hears it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ class RoundTrainer(TrainerEngine):
         started = time.perf_counter()
         self._num_calls += 1
         self._early = None
+        self._begin_early()  # first: whom nobody told to start must not be told to finish
         try:
-            self._begin_early()
             self._client_call("start the update", self._client.start_weight_update)
             report = self._update_workers(optimizer_step)
         except BaseException:  # nobody stays paused over a call that failed

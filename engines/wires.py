@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from deltacast.delta.chunks import device_of
 from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import available
 from deltacast.delta.state import WeightState
@@ -22,7 +23,7 @@ __all__ = ["STREAMED", "LastRound", "WireChoice", "choose_wire", "wires_into"]
 STREAMED: Final = frozenset({"raw", "coded"})
 _CODED_BYTES: Final = 1.25  # per changed bf16 (docs/cli.md, "bench codec")
 _RAW_BYTES: Final = 4.0
-_CODED_PER_S: Final = 60e6  # changes that one thread codes (benchmarks/chunk_codec.py)
+_CODED_PER_S: Final = 45e6  # changes per thread: `bench sync --wire coded`, 14 threads, two H200s: 43 to 51 million
 _FIRST_DENSITY: Final = 0.01  # before anything is known
 
 
@@ -49,13 +50,13 @@ class LastRound:
 
 def wires_into(state: WeightState, device: torch.device) -> list[str]:
     """Return what can be received into live weights: streamed rounds need them contiguous, on the payload's device."""
-    tensors = [memory.tensor for memory in state.memories]
-    streams = bool(tensors) and all(_same_device(t.device, device) and t.is_contiguous() for t in tensors)
+    try:
+        here = device_of(state)
+    except InputError:
+        return ["container"]
+    index = device.index if device.index is not None or device.type == "cpu" else torch.cuda.current_device()
+    streams = (here.type, here.index) == (device.type, index)
     return ["container", *(sorted(STREAMED) if streams else [])]
-
-
-def _same_device(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.type == "cpu" or (one.index or 0) == (other.index or 0))
 
 
 def choose_wire(

@@ -74,6 +74,7 @@ class _Round:
     served_before: ServingStatus
     payload: Incoming | None = None
     error: str = ""
+    receive_error: str = ""
     receive_s: float = 0.0
     apply_s: float = 0.0
     audit_s: float = 0.0
@@ -349,15 +350,17 @@ class RoundWorker(WorkerEngine):
     def _receive_payload(self, current: _Round) -> Decision | None:
         """Drain the payload; a decision that comes first (it can only be ABORT) ends the wait and is returned."""
         started = time.perf_counter()
-        group, payload, inbox, deadline = self._group, current.payload, Inbox(), current.deadline
+        group, payload, inbox, deadline = self._group, current.payload, Inbox("the trainer"), current.deadline
         assert group is not None
         assert payload is not None
         task = Task("payload", lambda: payload.receive(group, inbox, deadline))
         try:
             decision = self._pass_on(current, inbox, task)
         finally:
-            inbox.put(None)
+            inbox.close()
             self._end_payload(task, deadline.seconds)
+        # The text alone: its traceback would keep the group's connections open, and peers waiting.
+        current.receive_error = "" if task.error is None else _describe(task.error)
         current.receive_s = time.perf_counter() - started
         return decision
 
@@ -411,7 +414,7 @@ class RoundWorker(WorkerEngine):
 
     def _apply(self, current: _Round) -> None:
         if self._group is None:
-            raise TransportError("the payload did not arrive")
+            raise TransportError(f"the payload did not arrive: {current.receive_error or 'the group is gone'}")
         assert current.payload is not None
         current.payload.apply()
 

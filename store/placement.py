@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from deltacast.delta.bits import strided_words
+from deltacast.delta.bits import copy_bits
 from deltacast.delta.errors import InputError
 from deltacast.delta.table import ParamMeta
 
@@ -125,9 +125,7 @@ class FlatMemory:
         Raises:
             DTypeError, InputError: it has no plain memory; nothing was written.
         """
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        # as integers: a float copy may quieten a signalling NaN
-        strided_words(self.tensor(name)).copy_(strided_words(plain, name=name))
+        copy_bits(self.tensor(name), tensor, name=name)
 
 
 def _device(placement: Placement) -> torch.device:

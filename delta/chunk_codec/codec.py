@@ -26,16 +26,13 @@ from deltacast.delta.chunk_codec.layout import BLOCK_WORDS, Bytes, ChunkHeader, 
 from deltacast.delta.chunk_codec.transforms import UnpackedChunk, decode_streams, encode_streams, magnitude_masks
 from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.codec.decode import inflate
+from deltacast.delta.codec.encode import FRAME
 from deltacast.delta.errors import InputError
 
 __all__ = ["ChunkCodec", "PackingChunk", "UnpackingChunk"]
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST: Final = 2**31 - 1
-_FRAME: Final = zstandard.ZstdCompressionParameters.from_level(
-    1, min_match=7, hash_log=6, write_content_size=True, write_checksum=False
-)
-"""Noise of few symbols: short matches are accidents that cost more than the literals they replace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +208,7 @@ def deflate_piece(part: memoryview, copied: torch.cuda.Event | None) -> ReadBuff
     """Return one frame, or the bytes as they are if it is no smaller; waits for the copy, if there is one."""
     if copied is not None:
         copied.synchronize()
-    frame = zstandard.ZstdCompressor(compression_params=_FRAME).compress(part)
+    frame = zstandard.ZstdCompressor(compression_params=FRAME).compress(part)
     return frame if len(frame) < len(part) else part
 
 

@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 
 from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.errors import ChecksumError, FormatError
+from deltacast.delta.kernels import BLOCK_WORDS
 
 __all__ = ["BLOCK_WORDS", "Bytes", "ChunkHeader", "Piece", "check_streams", "parse", "seal"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-BLOCK_WORDS: Final = 65536
 """Words of a block: what a u16 offset reaches."""
 
 VERSION: Final = 1

@@ -58,11 +58,6 @@ class Lane:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Have torch's allocator keep a tensor's memory until what is enqueued here is done with it."""
-        if self._stream is not None and tensor.device.type == "cuda":
-            tensor.record_stream(self._stream)
-
     def wait(self) -> None:
         """Block until all that is enqueued here is done."""
         if self._stream is not None:

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from deltacast.delta.chunks.device import Lane, SumBuffer
 from deltacast.delta.chunks.headers import Begin, Sums
 from deltacast.delta.chunks.plan import ChunkPlan
+from deltacast.delta.chunks.proof import require_sums
 from deltacast.delta.errors import BaseError, CorruptionError, FormatError, InputError, VerificationError
-from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.kernels import (
     NO_FAULT,
     Arena,
@@ -27,7 +26,7 @@ from deltacast.delta.kernels import (
 )
 from deltacast.delta.state import WeightState
 
-__all__ = ["ChunkReceiver"]
+__all__ = ["ChunkReceiver", "device_of"]
 
 
 class ChunkReceiver:
@@ -57,7 +56,7 @@ class ChunkReceiver:
         if len(begin.capacities) != len(self.plan.members):
             found = len(begin.capacities)
             raise FormatError("a round's begin is about other groups", expected=len(self.plan.members), found=found)
-        self.device = _device_of(state)
+        self.device = device_of(state)
         self._check_budget(undo_budget_bytes)
         self.groups = [self._group(group) for group in range(len(self.plan.members))]
         chunks = [self.plan.num_chunks(group) for group in range(len(self.groups))]
@@ -154,10 +153,11 @@ class ChunkReceiver:
             old_sums[places] = old
         promised_old, promised_after = np.zeros_like(old_sums), state.fingerprints.copy()
         promised_old[sums.places], promised_after[sums.places] = sums.old_sums, sums.after
-        self._compare(old_sums, promised_old, CorruptionError, "the words that were overwritten are not the sender's")
-        self._compare(after, promised_after, VerificationError, "a parameter does not have the promised fingerprint")
-        if state.table.state_digest(after) != digest:
-            found_digest = state.table.state_digest(after)
+        overwritten = "the words that were overwritten are not the sender's"
+        result = "a parameter does not have the promised fingerprint"
+        require_sums(state.table, old_sums, promised_old, CorruptionError, overwritten)
+        require_sums(state.table, after, promised_after, VerificationError, result)
+        if (found_digest := state.table.state_digest(after)) != digest:
             raise VerificationError("the round does not give its digest", expected=digest, found=found_digest)
         state.advance(version, after)
 
@@ -189,30 +189,15 @@ class ChunkReceiver:
                 name = self._state.table.metas[members[group.params_of(block, 1)[0]]].name
                 raise FormatError("a chunk's counts or offsets are wrong", parameter=name, found=f"in block {block}")
 
-    def _compare(
-        self,
-        found: NDArray[np.uint64],
-        expected: NDArray[np.uint64],
-        error: type[CorruptionError | VerificationError],
-        message: str,
-    ) -> None:
-        wrong = np.flatnonzero(found != expected)
-        if wrong.size:
-            place = int(wrong[0])
-            raise error(
-                message,
-                parameter=self._state.table.metas[place].name,
-                expected=format_sum(int(expected[place])),
-                found=format_sum(int(found[place])),
-            )
 
-
-def _device_of(state: WeightState) -> torch.device:
+def device_of(state: WeightState) -> torch.device:
     """Return the one device of all weights.
 
     Raises:
-        InputError: one is elsewhere, or not contiguous.
+        InputError: there are none, or one is elsewhere, or not contiguous.
     """
+    if not state.memories:
+        raise InputError("no weights to write")
     device = state.memories[0].tensor.device
     for memory in state.memories:
         if memory.tensor.device != device or not memory.tensor.is_contiguous():

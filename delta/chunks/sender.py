@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltacast.delta.bits import Words, strided_words
+from deltacast.delta.bits import Words, copy_bits
 from deltacast.delta.chunks.device import Lane, SumBuffer, pinned
 from deltacast.delta.chunks.headers import Begin, Sums
 from deltacast.delta.chunks.plan import ChunkPlan, Span
+from deltacast.delta.chunks.proof import require_sums
 from deltacast.delta.chunks.walk import ParamChanges, changes_of
 from deltacast.delta.errors import CapacityError, CorruptionError, InputError, TableError
-from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, gather_group, masks
 from deltacast.delta.state import WeightState
 from deltacast.delta.threads import in_order
@@ -170,12 +170,13 @@ class ChunkSender:
             CorruptionError: the baseline's bits, all of which were read, are not what its fingerprints say.
         """
         base = self._state.fingerprints
-        after, old_sums = base.copy(), np.zeros_like(base)
+        after, old_sums, read = (np.zeros_like(base) for _ in range(3))
         for members, (new, new_sums, old) in zip(self.plan.members, self._found.read(self._diffing)[0], strict=True):
             places = np.array(members)
-            self._require_undamaged(places, old)
-            after[places] = new
+            after[places], read[places] = new, old
             old_sums[places] = new_sums - new + old
+        hint = "Restart this trainer from its weights; workers keep theirs."
+        require_sums(self._state.table, read, base, CorruptionError, "the trainer's baseline is damaged", hint=hint)
         self._after = after
         changed = np.flatnonzero((after != base) | (old_sums != 0))
         digest = self._state.table.state_digest(after)
@@ -205,7 +206,7 @@ class ChunkSender:
             return []
         runs = (self.groups[span.group].baseline_run(span.first_block, span.num_blocks) for span in self.plan.spans)
         size = max((run.nbytes for run in runs), default=0)
-        return [torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=self.device) for _ in range(_AHEAD + 1)]
+        return [torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=self.device) for _ in range(self._ahead + 1)]
 
     def _point(self, number: int, tensor: torch.Tensor | None) -> None:
         """Say where the new bits of the `number`th parameter of the order are."""
@@ -223,9 +224,8 @@ class ChunkSender:
         plain = tensor.detach()
         if plain.device == self.device and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
             return plain
-        plain = plain.resolve_conj().resolve_neg()
         copy = torch.empty(plain.shape, dtype=plain.dtype, device=self.device)
-        strided_words(copy).copy_(strided_words(plain, name=name), non_blocking=True)
+        copy_bits(copy, plain, name=name)
         return copy
 
     def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
@@ -289,28 +289,15 @@ class ChunkSender:
             with self._diffing.active():
                 old = gather_group(self.groups[span.group], chunk)
             ready = self._diffing.mark()
-        sent = SentChunk(len(self._sent), span, chunk, ready, old)
-        self._sent.append(sent)
-        return sent
+        number = len(self._sent)
+        self._sent.append(SentChunk(number, span, chunk, ready))
+        return SentChunk(number, span, chunk, ready, old)  # who takes it holds the old words; `advance` needs none
 
     def _release(self, span: Span) -> None:
         """Let go of the new tensors that were diffed whole: temporaries need not be kept any longer."""
         group, end_block = self.groups[span.group], span.first_block + span.num_blocks
         params = group.params_of(span.first_block, span.num_blocks)
         group.release_new(param for param in params if group.first_blocks[param + 1] <= end_block)
-
-    def _require_undamaged(self, places: NDArray[np.int64], found: NDArray[np.uint64]) -> None:
-        expected = self._state.fingerprints[places]
-        wrong = np.flatnonzero(found != expected)
-        if wrong.size:
-            at = int(wrong[0])
-            raise CorruptionError(
-                "the trainer's baseline is damaged",
-                parameter=self._state.table.metas[int(places[at])].name,
-                expected=format_sum(int(expected[at])),
-                found=format_sum(int(found[at])),
-                hint="Restart this trainer from its weights; workers keep theirs.",
-            )
 
     def _write_on_device(self) -> None:
         with self._diffing.active():

@@ -30,8 +30,9 @@ __all__ = ["Encoded", "encode_patches"]
 I64: TypeAlias = NDArray[np.int64]
 
 GROUP_WEIGHT: Final = 1 << 20  # changes (bits of a bitmap) per group: pools are large, and threads have work
-_LEVEL: Final = 1
-_FRAME: Final = {"min_match": 7, "hash_log": 6, "write_content_size": True, "write_checksum": False}
+FRAME: Final = zstandard.ZstdCompressionParameters.from_level(
+    1, min_match=7, hash_log=6, write_content_size=True, write_checksum=False
+)
 """These bytes are noise of few symbols: short matches are accidents that cost more than the literals they replace."""
 
 
@@ -247,8 +248,7 @@ def _absolute_words(job: _Job, spans: Spans, first: I64, chosen: NDArray[np.bool
 
 def _compress(raw: dict[int, NDArray[Any]]) -> tuple[NDArray[Any], bytes]:
     """Compress each stream alone; one that does not shrink is stored as it is."""
-    parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, **_FRAME)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    compressor = zstandard.ZstdCompressor(compression_params=FRAME)
     records = np.zeros(len(raw), STREAM)
     parts = []
     for record, (kind, data) in zip(records, raw.items(), strict=True):

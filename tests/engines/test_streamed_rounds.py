@@ -246,3 +246,56 @@ def test_what_a_trainer_tells_beside_the_chunks_is_checked(wire: str, lie: str) 
         assert workers[0].state.audit() == trainer.baseline.state.audit() == []
         assert trainer.send_weights().num_verified == 1
         assert weights_of(served) == weights_of(policy)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_verdict_says_why_the_payload_did_not_arrive(wire: str) -> None:
+    """Sums damaged on the way: once, the verdict hid the checksum that found it."""
+    policy, served = Large(0), Large(0)
+    with in_process(served) as (workers, _), trainer_of(policy, TolerantClient(workers), 1, wire=wire) as trainer:
+        truthful = trainer._workers.tell_all
+        trainer._workers.tell_all = (
+            lambda message, deadline, bulk=b"": truthful(  # type: ignore[method-assign]
+                message, deadline, bulk[:-1] + bytes([bulk[-1] ^ 1]) if bulk else bulk
+            )
+        )
+        with pytest.raises(RoundAbortedError, match="did not arrive: ChecksumError"):
+            trainer.send_weights()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_client_that_was_not_told_to_start_is_not_told_to_finish(wire: str) -> None:
+    """The source is read before the client is called; a source that fails then pauses nobody and resumes nobody."""
+    weights, served = {"a": torch.ones(4, 4)}, {"a": torch.ones(4, 4)}
+    worker, calls = SparseNcclWorker(StateDictSource(served)), list[str]()
+
+    class Client(TolerantClient):
+        def start_weight_update(self) -> None:
+            calls.append("start")
+
+        def finish_weight_update(self) -> None:
+            calls.append("finish")
+
+    trainer = SparseNcclTrainer.trainer_init(info(1, wire=wire), StateDictSource(weights), Client([worker]))
+    weights["a"] = torch.ones(5, 5)
+    with pytest.raises(DeltacastError):
+        trainer.send_weights()
+    assert calls == []
+    weights["a"] = torch.ones(4, 4) * 3
+    assert trainer.send_weights().num_verified == 1
+    assert calls == ["start", "finish"]
+    trainer.shutdown()
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("wire", [*WIRES, "container"])
+def test_a_rate_too_low_for_the_timeout_is_named_at_once(wire: str) -> None:
+    """It once slept past its own deadline, and the trainer called itself stuck."""
+    policy, served = Large(0), Large(0)
+    options = {"wire": wire, "timeout_s": 5.0, "max_send_bytes_per_s": 100.0}
+    with in_process(served) as (workers, _), trainer_of(policy, TolerantClient(workers), 1, **options) as trainer:
+        before = weights_of(policy)
+        policy.step(0)
+        with pytest.raises(RoundAbortedError, match="rate is too low for its deadline"):
+            trainer.send_weights()
+        assert weights_of(served) == before

@@ -56,13 +56,13 @@ class PeerSender:
                 continue
             due += index.nbytes + values.nbytes
             if pace is not None and due >= _PACED_BYTES:
-                pace.pass_on(due)
+                pace.pass_on(due, deadline)
                 due = 0
             self._group.post([index], deadline)
             self._group.post([values], deadline)
             sent.index_copy_(0, index.long(), values)
         if pace is not None:
-            pace.pass_on(due)
+            pace.pass_on(due, deadline)
         self._group.wait(deadline)
 
 
