@@ -254,11 +254,11 @@ def test_a_verdict_says_why_the_payload_did_not_arrive(wire: str) -> None:
     policy, served = Large(0), Large(0)
     with in_process(served) as (workers, _), trainer_of(policy, TolerantClient(workers), 1, wire=wire) as trainer:
         truthful = trainer._workers.tell_all
-        trainer._workers.tell_all = (
-            lambda message, deadline, bulk=b"": truthful(  # type: ignore[method-assign]
-                message, deadline, bulk[:-1] + bytes([bulk[-1] ^ 1]) if bulk else bulk
-            )
-        )
+
+        def damaging(message: Message, deadline: Deadline, bulk: bytes = b"") -> None:
+            truthful(message, deadline, LIES["damaged sums"](message, bulk)[1])
+
+        trainer._workers.tell_all = damaging  # type: ignore[method-assign]
         with pytest.raises(RoundAbortedError, match="did not arrive: ChecksumError"):
             trainer.send_weights()
 
