@@ -14,10 +14,14 @@
     |   +-- BaseError                        made for another base: wrong run, skipped version, replay
     |   +-- CorruptionError                  weights do not have the bits that were agreed on
     |   +-- VerificationError                the result does not have the digest it should have
+    |   +-- FencedError                      another writer has taken over the run: this one must stop
     +-- TransportError (ConnectionError)     something between the processes failed
     |   +-- DeadlineError (TimeoutError)     a peer did not answer in time
     |   +-- AuthenticationError (PermissionError)  a peer does not know the run's secret
     |   +-- ProtocolError                    a peer said something that has no place here
+    +-- StoreError (OSError)                 the store could not do it; what was committed there is as it was
+    |   +-- MissingObjectError (FileNotFoundError)  no object of that name
+    |   +-- ObjectExistsError (FileExistsError)     there is one already, and objects are written once
     +-- RoundAbortedError (RuntimeError)     a round ended in ABORT: everybody is at the base version
 
 Messages say which parameter, version or rank, what was expected, what was found and what to do; the same
@@ -37,12 +41,16 @@ __all__ = [
     "DTypeError",
     "DeadlineError",
     "DeltacastError",
+    "FencedError",
     "FormatError",
     "InputError",
+    "MissingObjectError",
+    "ObjectExistsError",
     "PatchError",
     "ProtocolError",
     "RoundAbortedError",
     "StateError",
+    "StoreError",
     "TableError",
     "TransportError",
     "VerificationError",
@@ -136,6 +144,22 @@ class CorruptionError(StateError):
 
 class VerificationError(StateError):
     """The result of an operation does not have the digest it should have."""
+
+
+class FencedError(StateError):
+    """Another writer has taken over the run; this one has published its last version."""
+
+
+class StoreError(DeltacastError, OSError):
+    """The store could not do what was asked: a full disk, a refused connection. What was committed is as it was."""
+
+
+class MissingObjectError(StoreError, FileNotFoundError):
+    """The store holds no object of that name."""
+
+
+class ObjectExistsError(StoreError, FileExistsError):
+    """The store holds an object of that name already, and objects are written once."""
 
 
 class TransportError(DeltacastError, ConnectionError):

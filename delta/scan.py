@@ -17,7 +17,7 @@ from deltacast.delta.kernels import BLOCK_WORDS, Backend, KeyTables, ParamGroup,
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.threads import in_order
 
-__all__ = ["Scanner"]
+__all__ = ["Scan", "Scanner"]
 
 
 class Scanner:
@@ -46,16 +46,29 @@ class Scanner:
     def fingerprints(self, places: Sequence[int]) -> list[int]:
         """Rescan the memories at these places and return their fingerprints, in the same order. Blocks.
 
-        Kernels run on each device's current stream, which must come after whatever wrote the weights; the host reads
-        once per device.
+        As `begin`; the host reads once per device.
+        """
+        return self.finish(self.begin(places))
+
+    def begin(self, places: Sequence[int]) -> Scan:
+        """Start rescanning what kernels scan, and return what `finish` takes; waits for nothing.
+
+        Kernels run on each device's current stream, which must come after whatever wrote the weights. Of scans of the
+        same places only the last that was begun can be finished.
         """
         plan = self._plan(tuple(places))
-        launched = [batch.launch(self._backend) for batch in plan.batches]
-        alone = in_order(lambda place: self._memories[place].fingerprint(), plan.alone, self._threads)
-        found = dict(zip(plan.alone, alone, strict=True))  # while the devices work
-        for batch, sums in zip(plan.batches, launched, strict=True):
-            found.update(zip(batch.places, sums.cpu().numpy().view(np.uint64).tolist(), strict=True))
-        return [found[place] for place in places]
+        return Scan(tuple(places), plan, tuple(batch.launch(self._backend) for batch in plan.batches))
+
+    def finish(self, scan: Scan) -> list[int]:
+        """Return the fingerprints of a scan's memories, in the order of its places. Blocks.
+
+        The weights must have kept their bits since `begin`: what the host scans is read only now.
+        """
+        alone = in_order(lambda place: self._memories[place].fingerprint(), scan.plan.alone, self._threads)
+        found = dict(zip(scan.plan.alone, alone, strict=True))  # while the devices work
+        for batch, arrived in zip(scan.plan.batches, scan.launched, strict=True):
+            found |= batch.read(arrived)
+        return [found[place] for place in scan.places]
 
     def prepare(self, places: Sequence[int]) -> None:
         """Make ready for a scan of these places, so that it takes no longer than reading them."""
@@ -105,24 +118,43 @@ class Scanner:
         for members in by_width:
             tensors = [self._memories[place].tensor for place in members]
             groups.append(ParamGroup(tensors, keys=self._keys_on(tensors[0].device)))
-        return _Batch(tuple(itertools.chain.from_iterable(by_width)), tuple(groups))
+        return _Batch(tuple(itertools.chain.from_iterable(by_width)), groups)
 
 
-@dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is scanned on one device: its groups, one per word width, and the places of their tensors in turn."""
+    """What is scanned on one device, with its buffers: a scan's sums stay until the next scan of the same places.
 
-    places: tuple[int, ...]
-    groups: tuple[ParamGroup, ...]
+    Args:
+        places: of the tensors of all groups in turn.
+        groups: one per word width.
+    """
 
-    def launch(self, backend: Backend) -> torch.Tensor:
-        """Start the scan and return the int64 sums that it will fill, on the device."""
-        sums = torch.zeros(len(self.places), dtype=torch.int64, device=self.groups[0].device)
-        for group, part in zip(
-            self.groups, sums.split_with_sizes([group.num_params for group in self.groups]), strict=True
-        ):
+    __slots__ = ("_host", "_parts", "_sums", "groups", "places")
+
+    def __init__(self, places: tuple[int, ...], groups: Sequence[ParamGroup]) -> None:
+        device = groups[0].device
+        self.places, self.groups = places, groups
+        self._sums = torch.zeros(len(places), dtype=torch.int64, device=device)
+        self._parts = self._sums.split_with_sizes([group.num_params for group in groups])
+        self._host = torch.zeros(len(places), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def launch(self, backend: Backend) -> torch.cuda.Event | None:
+        """Start the scan; its sums are on the host once the event has come."""
+        self._sums.zero_()
+        for group, part in zip(self.groups, self._parts, strict=True):
             audit_group(group, part, backend=backend)
-        return sums
+        self._host.copy_(self._sums, non_blocking=True)
+        if self._sums.device.type != "cuda":
+            return None
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self._sums.device))
+        return arrived
+
+    def read(self, arrived: torch.cuda.Event | None) -> dict[int, int]:
+        """Wait for a scan, and return the fingerprint of each place."""
+        if arrived is not None:
+            arrived.synchronize()
+        return dict(zip(self.places, self._host.numpy().view(np.uint64).tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +163,18 @@ class _Plan:
 
     batches: tuple[_Batch, ...]
     alone: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A scan under way.
+
+    Attributes:
+        places: what is scanned.
+        plan: how.
+        launched: for each batch of the plan, when its sums are on the host; None: they are.
+    """
+
+    places: tuple[int, ...]
+    plan: _Plan
+    launched: tuple[torch.cuda.Event | None, ...]

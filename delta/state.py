@@ -20,7 +20,7 @@ from deltacast.delta.errors import InputError, TableError
 from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.overlap import require_apart
-from deltacast.delta.scan import Scanner
+from deltacast.delta.scan import Scan, Scanner
 from deltacast.delta.table import ParameterTable, ParamMeta
 
 __all__ = ["Damage", "StateLabel", "WeightState", "rolling_slices"]
@@ -94,6 +94,7 @@ class WeightState:
         self.version = version
         self.threads = max(1, threads)
         self._scanner = Scanner(self.memories, self.threads)
+        self._begun: Scan | None = None
         self.fingerprints = np.zeros(len(self.table), np.uint64)
         self.audited_versions = np.full(len(self.table), -1 if version is None else version, np.int64)
         self.rescan()
@@ -154,12 +155,14 @@ class WeightState:
 
     def restore(self, label: StateLabel) -> None:
         """Say again what was said then; whoever calls it has put the words back."""
+        self._begun = None
         self.version = label.version
         self.fingerprints[:] = label.fingerprints
         self.audited_versions[:] = label.audited_versions
 
     def disown(self) -> None:
         """Drop the version without a scan: words could not be put back, and half an update must not pass for one."""
+        self._begun = None
         self.version = None
         self.audited_versions[:] = -1
 
@@ -180,6 +183,7 @@ class WeightState:
         Raises:
             TableError: no such parameter.
         """
+        self._begun = None
         places = range(len(self.table)) if names is None else sorted({self.table.index(name) for name in names})
         return self._audit_places(places)
 
@@ -189,7 +193,18 @@ class WeightState:
         Raises:
             InputError: `of` is not positive.
         """
-        return self._audit_places(rolling_slices(self.table, of)[step % of])
+        places, begun, self._begun = rolling_slices(self.table, of)[step % of], self._begun, None
+        return self._audit_places(places, begun if begun is not None and begun.places == places else None)
+
+    def begin_rolling(self, step: int, of: int) -> None:
+        """Start what `audit_rolling(step, of)` is to find, on the current streams; waits for nothing.
+
+        No bit may change from here to that audit; any other one, or a `restore`, forgets it.
+
+        Raises:
+            InputError: `of` is not positive.
+        """
+        self._begun = self._scanner.begin(rolling_slices(self.table, of)[step % of])
 
     def prepare_rolling(self, of: int) -> None:
         """Make ready for `audit_rolling(_, of)`: the first of each slice then takes no longer than later ones."""
@@ -205,8 +220,8 @@ class WeightState:
         if table_digest != self.table.digest:
             raise TableError("made for another parameter table", expected=self.table.digest, found=table_digest)
 
-    def _audit_places(self, places: Sequence[int]) -> list[Damage]:
-        found = self._scanner.fingerprints(places)
+    def _audit_places(self, places: Sequence[int], begun: Scan | None = None) -> list[Damage]:
+        found = self._scanner.finish(begun or self._scanner.begin(places))
         damage = [
             Damage(self.table.metas[i].name, int(self.fingerprints[i]), value)
             for i, value in zip(places, found, strict=True)

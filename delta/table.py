@@ -104,11 +104,17 @@ class ParameterTable:
         metas: the parameters, each storage once.
         aliases: alias name -> name in the table, for tied tensors. Recorded, not hashed.
 
+    Attributes:
+        metas: the parameters, in order of the bytes of their names.
+        aliases: as given, sorted.
+        nbytes: bytes of all parameters: what a dense transfer would send.
+        num_words: words of all parameters: what densities are shares of.
+
     Raises:
         TableError: a name twice, or an alias that is also a parameter or points to none.
     """
 
-    __slots__ = ("_digest", "_index", "aliases", "metas")
+    __slots__ = ("_digest", "_index", "aliases", "metas", "nbytes", "num_words")
 
     def __init__(self, metas: Iterable[ParamMeta], aliases: Mapping[str, str] | None = None) -> None:
         self.metas: tuple[ParamMeta, ...] = tuple(sorted(metas, key=lambda meta: meta.name.encode()))
@@ -122,6 +128,8 @@ class ParameterTable:
             if check_name(alias) in self._index or name not in self._index:
                 raise TableError(f"alias {alias!r} must be another name of a listed parameter", parameter=name)
         self._digest = xxhash.xxh3_128_digest(b"".join(meta.table_entry() for meta in self.metas))
+        self.nbytes = sum(meta.nbytes for meta in self.metas)
+        self.num_words = sum(meta.num_words for meta in self.metas)
 
     def __len__(self) -> int:
         return len(self.metas)
@@ -156,16 +164,6 @@ class ParameterTable:
     def digest(self) -> str:
         """The table digest, written `xxh3_128:<hex>`."""
         return f"xxh3_128:{self._digest.hex()}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parameters: what a dense transfer would send."""
-        return sum(meta.nbytes for meta in self.metas)
-
-    @property
-    def num_words(self) -> int:
-        """Words of all parameters: what densities are shares of."""
-        return sum(meta.num_words for meta in self.metas)
 
     def state_digest(self, fingerprints: NDArray[np.uint64]) -> str:
         """Return the digest of a whole state from its parameters' fingerprints, in table order.

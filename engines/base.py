@@ -22,6 +22,7 @@ from deltacast.store.placement import Placement, check_placement
 __all__ = [
     "AuditPolicy",
     "Client",
+    "SeedWire",
     "ServingStatus",
     "TrainerEngine",
     "TrainerInitInfo",
@@ -33,6 +34,8 @@ __all__ = [
 
 Wire: TypeAlias = Literal["auto", "raw", "coded", "container"]
 """How changes travel; see `TrainerInitInfo`."""
+SeedWire: TypeAlias = Literal["auto", "dense", "container"]
+"""How whole parameters travel; see `TrainerInitInfo`."""
 AuditPolicy: TypeAlias = int | Literal["full", "off"]
 """How much a worker rescans in each round: 1/N of the bytes, everything, or nothing."""
 
@@ -52,6 +55,11 @@ class TrainerInitInfo:
         wire: how changes travel. `raw`: as the kernels find them, 4 bytes per changed bf16. `coded`: the same chunks
             entropy-coded, about 10 bits. `container`: encoded whole on the host, for any tensors and any density.
             `auto` takes, per round, what should be fastest by link and density (engines/wires.py), and logs why.
+        seed_wire: how seeds and repairs travel. `dense`: as they lie, in a few large broadcasts, and written as they
+            arrive. `container`: encoded whole on the host, which takes its cores and more memory than the model does.
+            `auto` takes `dense` between GPUs, if every worker knows it.
+        slab_bytes: of each of the two buffers on the payload's device that a dense payload goes through, on the trainer
+            and on each worker; a positive multiple of 16.
         max_density: share of the words that may change in a streamed round: what its buffers are sized for, on the
             trainer and on each worker. A round that turns out denser is sent as a container instead.
         chunk_bytes: bytes of weights that one chunk of a streamed round covers. Smaller ones cost the host more time;
@@ -82,6 +90,8 @@ class TrainerInitInfo:
     placement: Placement = "cpu"
     baseline_folder: str | None = None
     wire: Wire = "auto"
+    seed_wire: SeedWire = "auto"
+    slab_bytes: int = 256 << 20
     max_density: float = 1 / 16
     chunk_bytes: int = 1 << 31
     overlap_apply: bool = True
@@ -103,6 +113,11 @@ class TrainerInitInfo:
             raise InputError("timeouts must be positive", found=self)
         if self.wire not in get_args(Wire):
             raise InputError("unknown wire", expected=f"one of {', '.join(get_args(Wire))}", found=repr(self.wire))
+        if self.seed_wire not in get_args(SeedWire):
+            expected = f"one of {', '.join(get_args(SeedWire))}"
+            raise InputError("unknown seed_wire", expected=expected, found=repr(self.seed_wire))
+        if self.slab_bytes <= 0 or self.slab_bytes % 16:
+            raise InputError("bad slab_bytes", expected="a positive multiple of 16", found=self.slab_bytes)
         if not 0 < self.max_density <= 1:
             raise InputError("max_density out of range", expected="above 0, at most 1", found=self.max_density)
         if self.max_send_bytes_per_s is not None and not self.max_send_bytes_per_s > 0:
@@ -223,14 +238,15 @@ class TrainerEngine(ABC):
         """Publish the source's present weights as the next version, to every worker or to none. Blocks.
 
         Args:
-            optimizer_step: metadata.
+            optimizer_step: metadata, from 0 on; workers are told it with the version, and the report says it.
 
         Raises:
             RoundAbortedError: the round ended in ABORT; everybody alive is at the base version. `report` tells.
             TransportError: no worker is left, or the client, the control or payload layer failed before a round
                 began. If only the client's `finish_weight_update` failed, the message says that the version stands.
             StateError: after `shutdown`, or while another call runs. Nothing was sent.
-            InputError: the source broke its contract or changed its parameters. Nothing was sent.
+            InputError: the source broke its contract or changed its parameters, or a step out of range. Nothing was
+                sent.
         """
 
     @abstractmethod
@@ -307,6 +323,7 @@ class WorkerStatus:
         digest: its state digest.
         audited_through: the newest version through which every parameter was rescanned; None if never.
         last_error: the last failure, or empty.
+        optimizer_step: that the version was published with; None if none was told.
     """
 
     status: ServingStatus
@@ -315,6 +332,7 @@ class WorkerStatus:
     digest: str
     audited_through: int | None
     last_error: str = ""
+    optimizer_step: int | None = None
 
 
 def _check_audit(audit: object) -> None:

@@ -17,8 +17,8 @@ from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
-from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Tell
-from deltacast.engines.protocol import Propose, RoundKey
+from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Route
+from deltacast.engines.protocol import Propose
 from deltacast.store.baseline import Baseline
 
 __all__ = ["ContainerDrain", "ContainerIncoming", "ContainerOutgoing"]
@@ -45,9 +45,9 @@ class ContainerOutgoing(Outgoing):
         self.num_changed, self.num_parameters = update.num_changed, len(update.patches)
         self.sent_bytes = encoded.num_bytes
 
-    def send(self, key: RoundKey, group: PayloadGroup, tell: Tell, deadline: Deadline) -> None:  # noqa: ARG002
+    def send(self, route: Route) -> None:
         """See `Outgoing`."""
-        group.broadcast(_joined(self._encoded.groups), deadline)
+        route.group.broadcast(_joined(self._encoded.groups), route.deadline)
 
     def stage(self) -> None:
         """See `Outgoing`. Seeds and repairs leave the baseline where it is."""

@@ -1,4 +1,4 @@
-"""Whole tensors in a few large broadcasts: seeds, and the dense reference that sparse syncs are compared with.
+"""Whole tensors in a few large broadcasts: for seeds and repairs, and as what sparse syncs are compared with.
 
 The tensors' bits lie one after another on a tape, each from the next multiple of 16 bytes on, and the tape is cut
 into slabs. Both sides compute the cuts from the sizes alone. Slabs are used in turn: the sender packs one while
@@ -170,24 +170,43 @@ class DenseReceiver(_DenseEnd):
                 ones, or both. The group has been aborted.
         """
         landings = [_Landing(view, number) for number, view in enumerate(_word_views(tensors, sizes, lazy=False))]
-        cuts = slab_cuts(sizes, self.slab_bytes)
-        ahead = len(self._slabs)
         try:
-            for number, pieces in enumerate(cuts[:ahead]):
-                self._slab(number).post(pieces, deadline)
-            for number, pieces in enumerate(cuts):
-                slab = self._slab(number)
-                slab.wait(deadline)
+            for slab, pieces in self._arrivals(sizes, deadline):
                 _copy([(landings[piece.tensor].part(piece), slab.part(piece)) for piece in pieces])
                 for piece in pieces:
                     landings[piece.tensor].settle(piece)
-                if number + ahead < len(cuts):
-                    slab.post(cuts[number + ahead], deadline)
-            if self._group.device.type == "cuda":
-                torch.cuda.current_stream(self._group.device).synchronize()
+            for device in {self._group.device, *(tensor.device for tensor in tensors)}:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
         except BaseException:
             self._group.abort()
             raise
+
+    def drain(self, sizes: Sequence[int], deadline: Deadline) -> None:
+        """Take a payload that is for other ranks, and keep nothing of it. Collective; blocks until it is through.
+
+        Raises:
+            DeadlineError, TransportError: as `receive`. The group has been aborted.
+        """
+        try:
+            for _ in self._arrivals(sizes, deadline):
+                pass
+        except BaseException:
+            self._group.abort()
+            raise
+
+    def _arrivals(self, sizes: Sequence[int], deadline: Deadline) -> Iterator[tuple[_Slab, list[Piece]]]:
+        """Yield each slab once it is there; it is used again as soon as the next one is asked for."""
+        cuts = slab_cuts(sizes, self.slab_bytes)
+        ahead = len(self._slabs)
+        for number, pieces in enumerate(cuts[:ahead]):
+            self._slab(number).post(pieces, deadline)
+        for number, pieces in enumerate(cuts):
+            slab = self._slab(number)
+            slab.wait(deadline)
+            yield slab, pieces
+            if number + ahead < len(cuts):
+                slab.post(cuts[number + ahead], deadline)
 
 
 class _Slab:

@@ -7,7 +7,9 @@ knows no secret, so whoever reaches that interface can disturb a rendezvous, tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -32,6 +34,7 @@ __all__ = ["PayloadGroup", "Rendezvous"]
 
 _PIECE_BYTES: Final = 64 << 20
 _LEAST_TIMEOUT_S: Final = 0.01  # Gloo reads 0 ms as: wait for ever
+_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WATCHDOG_FACTOR: Final = 10  # our abort must come before torch's watchdog, which would end the process
 
 
@@ -100,6 +103,11 @@ class PayloadGroup:
         """The best rate of any post of at least a MiB that has ended, not above the pace; None if there was none."""
         measured = self._meter.best_bytes_per_s
         return measured if measured is None or self._pace is None else min(measured, self._pace.bytes_per_s)
+
+    @property
+    def posts_at_once(self) -> bool:
+        """Whether rank 0's `post` only enqueues: no Gloo, and no pace that it has to keep."""
+        return self.device.type == "cuda" and self._pace is None
 
     def meet(self, store: Store) -> None:
         """Meet the others. Collective; blocks inside torch, past every timeout if the store's host is frozen.
@@ -243,7 +251,25 @@ class PayloadGroup:
         torch.cuda.set_device(self.device)
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._timeout_s * _WATCHDOG_FACTOR)  # noqa: SLF001 - its only spelling
-        return ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        with _watchdog_that_only_logs():
+            return ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+
+@contextmanager
+def _watchdog_that_only_logs() -> Iterator[None]:
+    """Make groups whose watchdog does not end this process when a peer is gone: our own deadlines deal with that.
+
+    torch reads the variable when it makes a group, and has no option for it.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

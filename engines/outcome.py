@@ -68,6 +68,7 @@ def report_of(payload: Outgoing, baseline: Baseline, outcome: Outcome, members: 
         evicted=tuple(member.name for member in members if member.lost),
         error=outcome.errors.get(0, ""),
         buffer_bytes=payload.buffer_bytes,
+        optimizer_step=payload.optimizer_step,
     )
 
 

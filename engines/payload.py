@@ -1,7 +1,7 @@
 """What a round carries: one class per wire and side, behind which the protocol does not look.
 
 `Outgoing` is the trainer's side, `Incoming` a worker's. `container_wire.py` sends an update's groups whole,
-`chunk_wire.py` streams chunks while they are made and applied. What is told
+`chunk_wire.py` streams chunks while they are made and applied, `dense_wire.py` sends whole parameters. What is told
 beside the payload (lengths, sums) goes over the control connections, as messages of `protocol.py`.
 """
 
@@ -18,12 +18,30 @@ from deltacast.engines.control import Deadline, Frame
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.protocol import Message, RoundKey
 
-__all__ = ["Handoff", "Inbox", "Incoming", "Limits", "Outgoing", "Tell"]
+__all__ = ["Handoff", "Inbox", "Incoming", "Limits", "Outgoing", "Route", "Tell"]
 
 Item = TypeVar("Item")
 
 Tell: TypeAlias = Callable[[Message, bytes], None]
 """Sends a message, and bulk beside it, to every worker; raises TransportError if one cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How one round's payload gets to the workers.
+
+    Attributes:
+        run_id, key: what its messages carry.
+        group: for the payload itself.
+        tell: for what goes beside it.
+        deadline: for all of it.
+    """
+
+    run_id: str
+    key: RoundKey
+    group: PayloadGroup
+    tell: Tell
+    deadline: Deadline
 
 
 class Outgoing(ABC):
@@ -37,6 +55,7 @@ class Outgoing(ABC):
         wire: what `Propose.wire` says.
         base_version: None for a seed.
         target_version: of the round.
+        optimizer_step: that the target version is published with; None if the caller gave none.
         target_digest: what every worker must hold; may be empty until `send` has returned.
         header: rides beside PROPOSE.
         payload_bytes: what a worker must have room for.
@@ -50,6 +69,7 @@ class Outgoing(ABC):
     wire: str
     base_version: int | None
     target_version: int
+    optimizer_step: int | None = None
     target_digest: str = ""
     header: bytes = b""
     payload_bytes: int = 0
@@ -65,12 +85,15 @@ class Outgoing(ABC):
     def begin(self) -> None:  # noqa: B027 - only streamed payloads have work that needs nobody's READY
         """Start what can be done before the workers are READY."""
 
-    def produce(self) -> None:  # noqa: B027 - likewise
-        """Make what `send` sends, if that is not done yet. On the trainer's thread: it reads the source."""
+    def produce(self, route: Route) -> None:  # noqa: B027 - likewise
+        """Make what `send` sends, if that is not done yet. On the trainer's thread: it reads the source.
+
+        It may send too, where that does not block; what fails there fails in `send`.
+        """
 
     @abstractmethod
-    def send(self, key: RoundKey, group: PayloadGroup, tell: Tell, deadline: Deadline) -> None:
-        """Send everything; returns once it has left. On the payload's thread, collective.
+    def send(self, route: Route) -> None:
+        """Send everything that is not sent; returns once it has left. On the payload's thread, collective.
 
         Raises:
             DeadlineError, TransportError: it did not leave; the group is of no more use.
@@ -149,7 +172,7 @@ class Incoming(ABC):
     the state says that it has no version.
 
     Attributes:
-        is_seed: needs no base; has no undo.
+        is_seed: needs no base; has no undo; all that the worker holds is audited before the vote.
         publishes: moves the worker to a new version.
         drains: only takes the payload, which is for others, so that they get it.
         repairs: parameters that it sends whole to mend them.

@@ -17,12 +17,13 @@ the first deadline that passes anywhere, makes the record ABORT. Messages are pl
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, SupportsIndex, TypeVar
 
-from deltacast.delta.errors import ProtocolError
+from deltacast.delta.errors import InputError, ProtocolError
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -46,6 +47,7 @@ __all__ = [
     "WORKER_STEPS",
     "Welcome",
     "WorkerState",
+    "check_step",
     "decode_message",
     "encode_message",
     "expect",
@@ -186,12 +188,13 @@ class Propose(Message):
     """Trainer: what is coming, before any payload; the wire's own header rides beside it.
 
     Attributes:
-        wire: how the payload is written: `container`, `raw` or `coded`.
+        wire: how the payload is written: `container`, `raw`, `coded` or `dense`.
         base_version: -1 for a seed.
         receivers: ranks that apply it; the others drain the payload and vote with what they hold.
         payload_bytes: what a receiver must have room for.
         overlaps: receivers write while they receive, so that they serve nothing from the first chunk on.
         target_digest: what a COMMIT needs from everybody; empty if only End says it.
+        optimizer_step: that the target version is published with; -1 if it was not said.
     """
 
     kind: ClassVar[str] = "propose"
@@ -202,6 +205,7 @@ class Propose(Message):
     payload_bytes: int
     overlaps: bool
     receivers: list[int]
+    optimizer_step: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +343,21 @@ def decode_message(raw: bytes) -> Message:
         if item.name != "key":
             values[item.name] = _checked(cls, item.name, str(item.type), body.get(item.name))
     return cls(**values)
+
+
+def check_step(optimizer_step: SupportsIndex) -> int:
+    """Return an optimizer step that came from a user as the number that a message holds.
+
+    Raises:
+        InputError: no whole number, a negative one, or one too large.
+    """
+    try:
+        step = operator.index(optimizer_step)
+    except TypeError as err:
+        raise InputError("optimizer_step is no whole number", found=repr(optimizer_step)) from err
+    if not _is_count(step):
+        raise InputError("optimizer_step out of range", expected=f"0 to {_MAX_INT - 1}", found=step)
+    return step
 
 
 def expect(message: Message, cls: type[AnyMessage]) -> AnyMessage:

@@ -68,6 +68,7 @@ class RoundReport:
         run_id, epoch, generation, round: which round this was.
         base_version, target_version: from and to.
         committed: whether `target_version` is now what everybody serves.
+        optimizer_step: what the caller gave; None if nothing.
         wire: how the payload was written: `raw`, `coded` or `container`.
         num_changed, num_words: words sent and words there are.
         num_parameters: parameters with a patch.
@@ -103,6 +104,7 @@ class RoundReport:
     seeded: tuple[str, ...] = ()
     error: str = ""
     buffer_bytes: int = 0
+    optimizer_step: int | None = None
 
     @property
     def density(self) -> float:
@@ -143,9 +145,11 @@ class WorkerReport:
         committed: whether the trainer's call published a new version.
         error: why not; empty if it did.
         repaired: parameters that were sent whole again because their bits had changed.
+        optimizer_step: that the version was published with; None if none was told.
     """
 
     version: int | None
     committed: bool
     error: str = ""
     repaired: tuple[str, ...] = field(default=())
+    optimizer_step: int | None = None

@@ -7,9 +7,10 @@ from typing import Final
 
 import torch
 
-from deltacast.delta.chunks import ChunkCoder, ChunkSender
+from deltacast.delta.chunks import ChunkCoder, ChunkSender, even_chunk_bytes
 from deltacast.delta.errors import TableError
 from deltacast.delta.sources import WeightSource
+from deltacast.delta.table import ParamMeta
 from deltacast.engines.base import TrainerInitInfo
 from deltacast.engines.chunk_wire import ChunkOutgoing
 from deltacast.engines.membership import Membership
@@ -37,6 +38,8 @@ class Streams:
         self._sender: ChunkSender | None = None
         self._coder: ChunkCoder | None = None
         self._density: float | None = None
+        self._metas: tuple[ParamMeta, ...] | None = None  # as they were last, and their places
+        self._places: tuple[int, ...] = ()
 
     def payload(self, workers: Membership) -> Outgoing | None:
         """Return the next round's payload if it is to be streamed, else None; its target version is to be set.
@@ -87,19 +90,24 @@ class Streams:
                 self._baseline.state,
                 order,
                 torch.empty(0, device=self._info.device).device,
-                chunk_bytes=self._info.chunk_bytes,
+                chunk_bytes=even_chunk_bytes(self._baseline.state.table, self._info.chunk_bytes),
                 max_density=self._info.max_density,
                 keeps_old=coded,
                 threads=self._info.threads,
             )
         if coded and self._coder is None:
             sender, table = self._sender, self._baseline.state.table
-            self._coder = ChunkCoder(table, sender.plan, sender.groups, threads=self._info.threads)
+            capacities = sender.header().capacities
+            self._coder = ChunkCoder(
+                table, sender.plan, sender.groups, threads=self._info.threads, capacities=capacities
+            )
         return self._sender
 
     def _order(self) -> tuple[int, ...]:
         """Return the places of the source's parameters, once it is sure that they are the baseline's."""
-        table, metas = self._baseline.state.table, list(self._source.metas())
+        table, metas = self._baseline.state.table, tuple(self._source.metas())
+        if metas == self._metas:
+            return self._places
         for meta in metas:
             if table[meta.name] != meta:
                 raise TableError(
@@ -109,4 +117,5 @@ class Streams:
         missing = next(iter(set(range(len(table))) - set(places)), None)
         if missing is not None:
             raise TableError("the new weights lack a parameter", parameter=table.metas[missing].name)
+        self._metas, self._places = metas, places
         return places

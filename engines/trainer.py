@@ -21,9 +21,10 @@ from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
 from deltacast.engines.container_wire import ContainerOutgoing
 from deltacast.engines.control import Deadline, Task, wait_any
+from deltacast.engines.dense_wire import DenseOutgoing
 from deltacast.engines.membership import Member, Membership
 from deltacast.engines.outcome import Outcome, aborted, report_of
-from deltacast.engines.payload import Outgoing
+from deltacast.engines.payload import Outgoing, Route
 from deltacast.engines.protocol import (
     TRAINER_STEPS,
     Ack,
@@ -37,9 +38,11 @@ from deltacast.engines.protocol import (
     RoundKey,
     TrainerState,
     Verdict,
+    check_step,
 )
 from deltacast.engines.report import RoundReport
 from deltacast.engines.streams import Streams
+from deltacast.engines.wires import choose_seed_wire
 from deltacast.store.baseline import Baseline
 
 __all__ = ["RoundTrainer"]
@@ -75,6 +78,7 @@ class RoundTrainer(TrainerEngine):
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
         self._busy = threading.Lock()
         self._num_calls = 0
+        self._optimizer_step: int | None = None  # the baseline's
         self._client_error = ""
         self._streams = Streams(init_info, source, self.baseline)
         self._early: tuple[tuple[Member, ...], Outgoing] | None = None
@@ -102,6 +106,8 @@ class RoundTrainer(TrainerEngine):
 
     def send_weights(self, *, optimizer_step: int | None = None) -> RoundReport:
         """See `TrainerEngine`."""
+        if optimizer_step is not None:
+            optimizer_step = check_step(optimizer_step)
         if not self._busy.acquire(blocking=False):
             raise StateError("send_weights is already running", hint="Call it from one thread.")
         try:
@@ -234,14 +240,27 @@ class RoundTrainer(TrainerEngine):
 
     def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> bool:
         """Send the baseline, or some parameters of it; if that fails, those at fault are lost, or found damaged."""
-        outcome = self._round(self._container(self.baseline.seed(names)), receivers)
-        if not outcome.committed and 0 in outcome.errors:
+        payload = self._whole_parameters(names)
+        payload.optimizer_step = self._optimizer_step
+        outcome = self._round(payload, receivers)
+        lost = any(member.lost for member in self._workers.members)  # whoever froze and broke the payload, say
+        if not outcome.committed and 0 in outcome.errors and not lost:
             raise RoundAbortedError(f"catching up failed: {outcome.errors[0]}", version=self.baseline.version)
         damaged = self._note_damage(outcome)
         for member in self._workers.members:
             if member.rank not in damaged:
                 member.lost = member.lost or outcome.errors.get(member.rank, "")
         return outcome.committed
+
+    def _whole_parameters(self, names: set[str] | None) -> Outgoing:
+        group = self._workers.group
+        assert group is not None
+        known = [(member.name, member.hello.wires) for member in self._workers.members]
+        choice = choose_seed_wire(self._info.seed_wire, workers=known, device=group.device)
+        _LOG.info("deltacast wire to catch up: %s (%s)", choice.wire, choice.reason)
+        if choice.wire == "dense":
+            return DenseOutgoing(self.baseline, group, names, slab_bytes=self._info.slab_bytes)
+        return self._container(self.baseline.seed(names))
 
     def _note_damage(self, outcome: Outcome) -> dict[int, list[str]]:
         """Plan the repair of what workers found damaged, or let go of those that no repair helps.
@@ -296,7 +315,7 @@ class RoundTrainer(TrainerEngine):
         target_version = max(self.baseline.version, self._workers.newest_reported) + 1
         payload = self._streamed_payload()
         if payload is not None:
-            payload.target_version = target_version
+            payload.target_version, payload.optimizer_step = target_version, optimizer_step
             try:
                 return payload, self._publish_payload(payload)
             except CapacityError as err:
@@ -314,6 +333,7 @@ class RoundTrainer(TrainerEngine):
         update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
         diff_s = time.perf_counter() - started
         payload = self._container(update)
+        payload.optimizer_step = optimizer_step
         payload.diff_s, payload.encode_s = diff_s, time.perf_counter() - started - diff_s
         return payload
 
@@ -365,6 +385,7 @@ class RoundTrainer(TrainerEngine):
             payload_bytes=payload.payload_bytes,
             overlaps=payload.overlaps,
             receivers=[member.rank for member in receivers],
+            optimizer_step=-1 if payload.optimizer_step is None else payload.optimizer_step,
         )
         self._workers.tell(self._workers.members, propose, deadline, payload.header)
         ready, errors = self._workers.collect(Ready, outcome.key, deadline)
@@ -374,19 +395,21 @@ class RoundTrainer(TrainerEngine):
     def _send_payload(self, payload: Outgoing, outcome: Outcome) -> None:
         """Broadcast; a worker that is lost meanwhile ends it."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        group, key = self._workers.group, outcome.key
+        group = self._workers.group
         assert group is not None
 
         def tell(message: Message, bulk: bytes) -> None:
             self._workers.tell_all(message, deadline, bulk)
 
+        route = Route(self._info.run_id, outcome.key, group, tell, deadline)
+
         def send() -> None:
-            payload.send(key, group, tell, deadline)
+            payload.send(route)
             outcome.commit_by = Deadline(self._info.timeout_s)  # from here: no worker can have voted earlier
 
         task = Task("payload", send)
         try:
-            payload.produce()
+            payload.produce(route)
             self._watch_payload(task, outcome)
         finally:
             if not task.done or task.error is not None:
@@ -441,6 +464,7 @@ class RoundTrainer(TrainerEngine):
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed:
             payload.advance()
+            self._optimizer_step = payload.optimizer_step
         else:
             payload.discard()
         outcome.acks, errors = self._workers.collect(Ack, outcome.key, deadline)

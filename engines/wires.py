@@ -16,9 +16,9 @@ from deltacast.delta.chunks import device_of
 from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import available
 from deltacast.delta.state import WeightState
-from deltacast.engines.base import Wire
+from deltacast.engines.base import SeedWire, Wire
 
-__all__ = ["STREAMED", "LastRound", "WireChoice", "choose_wire", "wires_into"]
+__all__ = ["STREAMED", "LastRound", "WireChoice", "choose_seed_wire", "choose_wire", "wires_into"]
 
 STREAMED: Final = frozenset({"raw", "coded"})
 _CODED_BYTES: Final = 1.25  # per changed bf16 (docs/cli.md, "bench codec")
@@ -31,7 +31,7 @@ _FIRST_DENSITY: Final = 0.01  # before anything is known
 class WireChoice:
     """A wire, and why."""
 
-    wire: Wire
+    wire: Wire | SeedWire
     reason: str
 
 
@@ -50,13 +50,14 @@ class LastRound:
 
 def wires_into(state: WeightState, device: torch.device) -> list[str]:
     """Return what can be received into live weights: streamed rounds need them contiguous, on the payload's device."""
+    anyway = ["container", "dense"]
     try:
         here = device_of(state)
     except InputError:
-        return ["container"]
+        return anyway
     index = device.index if device.index is not None or device.type == "cpu" else torch.cuda.current_device()
     streams = (here.type, here.index) == (device.type, index)
-    return ["container", *(sorted(STREAMED) if streams else [])]
+    return [*anyway, *(sorted(STREAMED) if streams else [])]
 
 
 def choose_wire(
@@ -100,6 +101,31 @@ def choose_wire(
     if density > max_density:
         return WireChoice("container", f"{density:.2%} changed last time, above max_density {max_density:.2%}")
     return _by_link(density * num_words, threads, last.link_bytes_per_s)
+
+
+def choose_seed_wire(
+    asked: SeedWire, *, workers: Iterable[tuple[str, Iterable[str]]], device: torch.device
+) -> WireChoice:
+    """Choose the wire of a seed or repair.
+
+    Args:
+        asked: the user's choice.
+        workers: names, and the wires that each can receive; of all that are in the payload group, receivers or not.
+        device: the payload's.
+
+    Raises:
+        InputError: `dense` was asked for by name, and a worker cannot receive it.
+    """
+    unable = next((name for name, wires in workers if "dense" not in wires), None)
+    if asked == "dense" and unable is not None:
+        raise InputError(f"worker {unable} cannot receive wire 'dense'", hint="Use seed_wire='auto' or 'container'.")
+    if asked != "auto":
+        return WireChoice(asked, "as asked")
+    if unable is not None:
+        return WireChoice("container", f"worker {unable} cannot receive it dense")
+    if device.type != "cuda":
+        return WireChoice("container", f"the payload travels between hosts' memory ({device})")
+    return WireChoice("dense", f"the payload travels between GPUs ({device})")
 
 
 def _by_link(num_changes: float, threads: int, link_bytes_per_s: float | None) -> WireChoice:

@@ -34,6 +34,7 @@ from deltacast.engines.base import ServingStatus, WorkerEngine, WorkerInitInfo, 
 from deltacast.engines.chunk_wire import ChunkIncoming
 from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
+from deltacast.engines.dense_wire import DenseDrain, DenseIncoming
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.opening import connect
 from deltacast.engines.payload import Inbox, Incoming, Limits
@@ -124,14 +125,17 @@ class RoundWorker(WorkerEngine):
         self._stuck: Task | None = None
         self._repaired: list[str] = []
         self._published = False
+        self._rolling = 0  # slices of the rolling audit
+        self._optimizer_step: int | None = None  # of the state's version
         self._last_call, self._last_report = 0, WorkerReport(None, committed=False)
 
     @property
     def status(self) -> WorkerStatus:
         """What this worker serves and how sure it is; `empty` while an update is written and not yet decided."""
         state, serving = self._state, self._serving
-        version = state.version if serving in (ServingStatus.SERVING, ServingStatus.STALE) else None
-        return WorkerStatus(serving, self._run_id, version, state.digest, state.audited_through, self._last_error)
+        serves = serving in (ServingStatus.SERVING, ServingStatus.STALE)
+        version, step = (state.version, self._optimizer_step) if serves else (None, None)
+        return WorkerStatus(serving, self._run_id, version, state.digest, state.audited_through, self._last_error, step)
 
     @property
     def state(self) -> WeightState:
@@ -151,8 +155,9 @@ class RoundWorker(WorkerEngine):
             self._channel = connect(info.host, info.port, bytes.fromhex(info.secret), deadline, admission)
             self._channel.send(hello, deadline, self._state.table.to_json())
             self._enter(expect(self._channel.receive(admission)[0], Welcome))
-            if isinstance(info.audit, int):
-                self._state.prepare_rolling(info.audit)
+            self._rolling = info.audit if isinstance(info.audit, int) else 0
+            if self._rolling:
+                self._state.prepare_rolling(self._rolling)
             report = self._serve(info, call=0)
             if self._serving is not ServingStatus.SERVING:
                 raise StateError("not admitted", hint=report.error)
@@ -204,6 +209,8 @@ class RoundWorker(WorkerEngine):
             raise StateError(f"the trainer refused this worker: {welcome.reason}")
         if welcome.run_id == self._run_id and welcome.key.epoch < self._epoch:
             raise BaseError("an older writer of this run", expected=f"epoch >= {self._epoch}", found=welcome.key.epoch)
+        if (welcome.run_id, welcome.version) != (self._run_id, self._state.version):
+            self._optimizer_step = None  # the trainer's number for these bits comes without one
         self._run_id, self._epoch, self._last_call = welcome.run_id, welcome.key.epoch, 0
         if welcome.action == "leave":
             self._state.version = welcome.version
@@ -229,9 +236,9 @@ class RoundWorker(WorkerEngine):
 
     def _finish(self, finish: Finish) -> WorkerReport:
         self._last_error, self._last_call = finish.error, finish.call
-        version = self.status.version
-        repaired = tuple(sorted(set(self._repaired)))
-        self._last_report = WorkerReport(version, self._published or not finish.error, finish.error, repaired)
+        status, repaired = self.status, tuple(sorted(set(self._repaired)))
+        committed = self._published or not finish.error
+        self._last_report = WorkerReport(status.version, committed, finish.error, repaired, status.optimizer_step)
         return self._last_report
 
     def _form(self, form: Form, info: WorkerInitInfo) -> None:
@@ -308,8 +315,14 @@ class RoundWorker(WorkerEngine):
         if propose.wire in STREAMED:
             receiver = self._receiver_for(header)
             coder = self._coder_for(receiver) if propose.wire == "coded" else None
-            return ChunkIncoming(propose, receiver, self._state, self._stop_serving, coder)
-        if self._rank not in propose.receivers:
+            return ChunkIncoming(propose, receiver, self._state, self._stop_serving, coder, rolling=self._rolling)
+        receives = self._rank in propose.receivers
+        if propose.wire == "dense":
+            assert self._group is not None
+            if not receives:
+                return DenseDrain(propose, header, self._state.table, self._group)
+            return DenseIncoming(propose, header, self._state, self._group, self._stop_serving)
+        if not receives:
             return ContainerDrain(propose)
         return ContainerIncoming(propose, header, self._state, limits, self._stop_serving)
 
@@ -325,7 +338,9 @@ class RoundWorker(WorkerEngine):
     def _coder_for(self, receiver: ChunkReceiver) -> ChunkCoder:
         if self._coder is None:
             state = self._state
-            self._coder = ChunkCoder(state.table, receiver.plan, receiver.groups, threads=state.threads)
+            self._coder = ChunkCoder(
+                state.table, receiver.plan, receiver.groups, threads=state.threads, capacities=receiver.capacities
+            )
         return self._coder
 
     def _drop_buffers(self) -> None:
@@ -446,17 +461,18 @@ class RoundWorker(WorkerEngine):
         elif current.error:
             raise ProtocolError("a COMMIT that this worker did not vote for", found=current.error)
         elif current.payload is not None:
-            self._keep(current.payload)
+            self._keep(current.payload, current.propose)
         error = f"weights are damaged: {damaged[0]}" if damaged else ""
         version = -1 if self._state.version is None else self._state.version
         through = -1 if self._state.audited_through is None else self._state.audited_through
         names = [item.parameter for item in damaged]
         return Ack(self._run_id, current.propose.key, version, self._state.digest, through, error, names)
 
-    def _keep(self, payload: Incoming) -> None:
+    def _keep(self, payload: Incoming, propose: Propose) -> None:
         payload.commit()
         if not payload.drains:
             self._serving = ServingStatus.SERVING
+            self._optimizer_step = None if propose.optimizer_step == -1 else propose.optimizer_step
         self._repaired += payload.repairs
         self._published = self._published or payload.publishes
 

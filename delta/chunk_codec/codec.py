@@ -1,13 +1,14 @@
-"""Packing and unpacking chunks: device work in the caller's thread, zstd in others, so that chunks overlap.
+"""Packing and unpacking chunks: device work in the caller's stream, waiting and zstd in threads.
 
 `pack` and `unpack` start the work on a chunk and return at once what is pending; `result()` finishes it. Keep a few
 chunks pending, and chunk k + 1 is transformed while chunk k is compressed::
 
-    sender:    transforms (device) -> one copy -> compress pieces (threads) -> result(): put together, checksum
+    sender:    transforms (device) -> one copy -> wait, cut (a thread) -> compress (threads) -> result(): checksum
     receiver:  unpack(): checksum, header -> inflate pieces (threads) -> result(): one copy -> transforms (device)
 
-Host buffers are pinned and come from torch's own caching allocator, which hands them out again once the copies from
-or to them have run: nothing is allocated anew after the first chunks, and a pending chunk may simply be dropped.
+`pack` never waits for the device. Host buffers are pinned and come from torch's own caching allocator, which hands them
+out again once the copies from or to them have run: nothing is allocated anew after the first chunks, and a pending
+chunk may simply be dropped.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
 import zstandard
 
 from deltacast.delta.chunk_codec.layout import BLOCK_WORDS, Bytes, ChunkHeader, check_streams, parse, seal
-from deltacast.delta.chunk_codec.transforms import UnpackedChunk, decode_streams, encode_streams, magnitude_masks
+from deltacast.delta.chunk_codec.staging import StagedChunk
+from deltacast.delta.chunk_codec.transforms import UnpackedChunk, decode_streams, encode_streams
 from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.codec.decode import inflate
 from deltacast.delta.codec.encode import FRAME
@@ -37,14 +39,18 @@ _MOST: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackingChunk:
-    """A chunk whose pieces are being compressed."""
+    """A chunk that is on its way from the device, or whose pieces are being compressed."""
 
-    _header: ChunkHeader
-    _pieces: Sequence[Future[ReadBuffer]]
+    _cut: Future[tuple[ChunkHeader, Sequence[Future[ReadBuffer]]]]
 
     def result(self) -> Bytes:
-        """Wait, and return the packed chunk: uint8, contiguous, in memory of its own."""
-        return seal(self._header, [piece.result() for piece in self._pieces])
+        """Wait, and return the packed chunk: uint8, contiguous, in memory of its own.
+
+        Raises:
+            InputError: its counts are out of range or do not add up.
+        """
+        header, pieces = self._cut.result()
+        return seal(header, [piece.result() for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +101,7 @@ class ChunkCodec:
         self.device = torch.empty(0, device=device).device  # with its index, as tensors name it
         self.word_bytes = word_bytes
         self.max_changes = max_changes
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="deltacast-chunk-wait")
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="deltacast-chunk")
 
     def __enter__(self) -> Self:
@@ -107,6 +114,7 @@ class ChunkCodec:
 
     def close(self) -> None:
         """Drop what has not begun and wait for the threads; a chunk still pending then raises `CancelledError`."""
+        self._waiting.shutdown(wait=True, cancel_futures=True)  # first: it hands work to the others
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def pack(
@@ -118,10 +126,11 @@ class ChunkCodec:
         *,
         signed_magnitude: torch.Tensor | bool,
     ) -> PackingChunk:
-        """Start packing a chunk; waits for the device's transforms, not for the copy or the threads.
+        """Start packing a chunk; waits neither for the device nor for threads.
 
         Equal arguments give equal bytes on every device. All tensors are contiguous and on the codec's device; they are
-        read in the order of the current stream, so the caller may overwrite them after the call.
+        read in the order of the current stream, so the caller may overwrite them there after the call, and drop them.
+        A chunk takes `staged_bytes` of host memory until its result is taken, pinned if the device is a GPU.
 
         Args:
             counts: int32 [num_blocks], changes of each block of 65,536 words.
@@ -133,19 +142,28 @@ class ChunkCodec:
                 for all, or bool [num_blocks] where dtypes are mixed. The receiver has to know the same.
 
         Raises:
-            InputError: a tensor of another dtype, size or device, or counts that do not add up; nothing is pending.
+            InputError: a tensor of another dtype, size or device, or more changes than the blocks have words; nothing
+                is pending. Counts are checked by `PackingChunk.result`.
         """
         self._check("counts", counts, torch.int32, counts.numel())
         for name, tensor in (("offsets", offsets), ("values", values), ("old", old)):
             self._check(name, tensor, torch.int16 if name == "offsets" else _WORDS[self.word_bytes], offsets.numel())
-        _check_counts(counts, offsets.numel())
-        header, streams = encode_streams(
-            counts, offsets, values, old, magnitude_masks(counts, values, signed_magnitude=signed_magnitude)
+        num_blocks, num_changes = counts.numel(), offsets.numel()
+        if num_changes > num_blocks * BLOCK_WORDS:
+            raise InputError("more changes than words", expected=f"{num_blocks} blocks", found=num_changes)
+        streams = encode_streams(counts, offsets, values, old, signed_magnitude=signed_magnitude)
+        staged = StagedChunk.of(
+            streams,
+            word_bytes=self.word_bytes,
+            num_blocks=num_blocks,
+            num_changes=num_changes,
+            sources=(counts, offsets, values, old, signed_magnitude),
         )
-        host, copied = _to_host(streams)
-        decoded = host.numpy().data
-        parts = [decoded[piece.start : piece.stop] for piece in header.pieces()]
-        return PackingChunk(header, [self._threads.submit(deflate_piece, part, copied) for part in parts])
+        return PackingChunk(self._waiting.submit(self._compress, staged))
+
+    def _compress(self, staged: StagedChunk) -> tuple[ChunkHeader, Sequence[Future[ReadBuffer]]]:
+        header, pieces = staged.read()
+        return header, [self._threads.submit(deflate_piece, piece.data) for piece in pieces]
 
     def unpack(self, packed: ReadBuffer | Bytes, block_sizes: torch.Tensor) -> UnpackingChunk:
         """Start unpacking a chunk that came from outside; what `result()` returns is checked in full.
@@ -164,8 +182,7 @@ class ChunkCodec:
         header, parts = parse(
             np.frombuffer(packed, np.uint8).data, self.word_bytes, block_sizes.numel(), self.max_changes
         )
-        size = header.streams()["exceptions"].stop
-        streams = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        streams = torch.empty(header.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         decoded = streams.numpy()
         pieces = [
             self._threads.submit(inflate_piece, part, decoded[piece.start : piece.stop], piece.stream)
@@ -183,31 +200,8 @@ class ChunkCodec:
             )
 
 
-def _check_counts(counts: torch.Tensor, num_changes: int) -> None:
-    """Counts address memory on the device: one that is wrong there would end the process."""
-    wrong = ((counts < 0) | (counts > BLOCK_WORDS)).sum()
-    num_wrong, total = torch.stack((wrong, counts.sum())).tolist()
-    if num_wrong or total != num_changes:
-        raise InputError("counts do not fit their blocks or do not add up", expected=f"{num_changes} in all",
-                         found=f"{total}, {num_wrong} of them out of range")  # fmt: skip
-
-
-def _to_host(streams: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start copying bytes to the host; returns them, and on a GPU the event to wait for before they are read."""
-    if streams.device.type != "cuda":
-        return streams.cpu(), None
-    host = torch.empty(streams.shape, dtype=streams.dtype, pin_memory=True)
-    host.copy_(streams, non_blocking=True)
-    event: Any = torch.cuda.Event  # untyped
-    copied: torch.cuda.Event = event(blocking=True)  # waiting threads sleep: the cores are for those that compress
-    copied.record(torch.cuda.current_stream(streams.device))
-    return host, copied
-
-
-def deflate_piece(part: memoryview, copied: torch.cuda.Event | None) -> ReadBuffer:
-    """Return one frame, or the bytes as they are if it is no smaller; waits for the copy, if there is one."""
-    if copied is not None:
-        copied.synchronize()
+def deflate_piece(part: memoryview) -> ReadBuffer:
+    """Return one frame, or the bytes as they are if it is no smaller."""
     frame = zstandard.ZstdCompressor(compression_params=FRAME).compress(part)
     return frame if len(frame) < len(part) else part
 

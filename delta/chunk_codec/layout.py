@@ -20,7 +20,7 @@ decodes to is stored as it is, any other is one zstd frame that states its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,11 +32,10 @@ from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.errors import ChecksumError, FormatError
 from deltacast.delta.kernels import BLOCK_WORDS
 
-__all__ = ["BLOCK_WORDS", "Bytes", "ChunkHeader", "Piece", "check_streams", "parse", "seal"]
+__all__ = ["BLOCK_WORDS", "Bytes", "ChunkHeader", "Piece", "check_streams", "cut", "parse", "seal"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
-
-"""Words of a block: what a u16 offset reaches."""
+"""Flat, on the host."""
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 1 << 19
@@ -95,6 +94,11 @@ class ChunkHeader:
             start += size
         return places
 
+    @property
+    def num_bytes(self) -> int:
+        """Decoded bytes of all streams."""
+        return sum(place.stop - place.start for place in self.streams().values())
+
     def num_pieces(self) -> int:
         """Return how many pieces the streams are cut into."""
         return sum(-(-(place.stop - place.start) // PIECE_BYTES) for place in self.streams().values())
@@ -106,6 +110,11 @@ class ChunkHeader:
             for stream, place in self.streams().items()
             for start in range(place.start, place.stop, PIECE_BYTES)
         ]
+
+
+def cut(stream: Bytes) -> Iterator[Bytes]:
+    """Yield the pieces of one stream, as views."""
+    return (stream[start : start + PIECE_BYTES] for start in range(0, stream.size, PIECE_BYTES))
 
 
 def seal(header: ChunkHeader, stored: Sequence[ReadBuffer]) -> Bytes:

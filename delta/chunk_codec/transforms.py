@@ -1,7 +1,7 @@
 """Between the changes of a chunk and its byte streams, in torch operations that run on any device.
 
-Words are handled as signed integers of their width, whose sums wrap modulo 2^n on every device. Nothing here waits
-for the device but where a size depends on the data: twice when encoding, three times when decoding.
+Words are handled as signed integers of their width, whose sums wrap modulo 2^n on every device. Encoding never waits
+for the device: no size depends on the data. Decoding waits three times, because it checks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from deltacast.delta.chunk_codec.layout import BLOCK_WORDS, ChunkHeader
 from deltacast.delta.errors import FormatError, InputError
 
-__all__ = ["UnpackedChunk", "decode_streams", "encode_streams"]
+__all__ = ["UnpackedChunk", "decode_streams", "encode_streams", "transform_bytes"]
 
 _SIGNED: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HIGH_ESCAPE: Final = 3
@@ -59,6 +59,11 @@ class UnpackedChunk:
         return new.view(old.dtype)
 
 
+def transform_bytes(word_bytes: int, num_changes: int) -> int:
+    """Return the device memory that encoding or decoding a chunk takes meanwhile, about: by torch's profiler."""
+    return (16 + 3 * word_bytes) * num_changes
+
+
 def magnitude_masks(
     counts: torch.Tensor, words: torch.Tensor, *, signed_magnitude: torch.Tensor | bool
 ) -> torch.Tensor | int:
@@ -87,33 +92,71 @@ def magnitude_masks(
 
 
 def encode_streams(
-    counts: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor, old: torch.Tensor, masks: torch.Tensor | int
-) -> tuple[ChunkHeader, torch.Tensor]:
-    """Turn changes into streams; waits for the device twice.
+    counts: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    old: torch.Tensor,
+    *,
+    signed_magnitude: torch.Tensor | bool,
+) -> torch.Tensor:
+    """Turn changes into streams, in the form that `staging.py` reads; waits for nothing.
+
+    Counts that do not add up do no harm here; whoever reads the streams refuses them.
 
     Args:
-        counts: int32 [num_blocks], adding up to the number of changes.
+        counts: int32 [num_blocks], at least one block if there are changes.
         offsets: int16 [num_changes].
         values: [num_changes] words after.
         old: [num_changes] words before.
-        masks: `magnitude_masks`.
+        signed_magnitude: see `ChunkCodec.pack`.
 
     Returns:
-        The header, and all streams back to back: uint8 on the device, new memory.
+        uint8 on the device, new memory.
+
+    Raises:
+        InputError: flags of another dtype, number or device.
     """
-    low, high = _gaps(counts, offsets).view(torch.uint8).view(-1, 2).unbind(1)
-    gap_high = high.masked_select(high >= _HIGH_ESCAPE)
-    codes = _difference_codes(values, old, masks)
+    safe = _safe_counts(counts, offsets.numel())
+    low, high = _gaps(safe, offsets).view(torch.uint8).view(-1, 2).unbind(1)
+    gap_high, num_high = _escapes_first(high, high >= _HIGH_ESCAPE)
+    codes = _difference_codes(values, old, magnitude_masks(safe, values, signed_magnitude=signed_magnitude))
     nibbles = (
         codes.clamp(-1, _CODE_ESCAPE).bitwise_and_(0xF).to(torch.uint8)
     )  # a code with its top bit set looks negative
-    exceptions = codes.masked_select(nibbles == _CODE_ESCAPE)
-    word_bytes = values.itemsize
-    header = ChunkHeader(word_bytes, counts.numel(), offsets.numel(), gap_high.numel(), exceptions.numel())
-    planes = exceptions.view(torch.uint8).view(-1, word_bytes).t().reshape(-1)
+    exceptions, num_exceptions = _escapes_first(codes, nibbles == _CODE_ESCAPE)
+    planes = exceptions.view(torch.uint8).view(-1, values.itemsize).t().reshape(-1)
     quads = _pack_bits(high.clamp(max=_HIGH_ESCAPE), 2)
-    streams = (counts.view(torch.uint8), low, quads, gap_high, _pack_bits(nibbles, 4), planes)
-    return header, torch.cat(streams)
+    numbers = torch.stack((num_high, num_exceptions)).to(torch.int32).view(torch.uint8)
+    return torch.cat((counts.view(torch.uint8), low, quads, gap_high, _pack_bits(nibbles, 4), planes, numbers))
+
+
+def _safe_counts(counts: torch.Tensor, num_changes: int) -> torch.Tensor:
+    """Return int64 counts that add up to the number of changes: right ones as they are, wrong ones somehow.
+
+    Counts address memory on the device, where a wrong one would end the process; and they may be overwritten while
+    they are read, in a round that was given up.
+    """
+    ends = torch.cat((counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0).clamp_(0, num_changes)))
+    ends = ends.cummax(0).values
+    ends[-1:] = num_changes
+    return ends.diff()
+
+
+def _escapes_first(items: torch.Tensor, escaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the items, those of escapes in front and in order, and int64 [] how many these are.
+
+    Selecting them alone would make a size depend on the data, and the host wait for it.
+    """
+    count = escaped.sum()
+    places = _places_escapes_first(escaped, count).to(torch.int64)
+    return torch.empty(items.shape, dtype=items.dtype, device=items.device).scatter_(0, places, items), count
+
+
+def _places_escapes_first(escaped: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return where each item goes, int32; apart from `_escapes_first`, so that what it needs is free again before."""
+    ranks = escaped.cumsum(0, dtype=torch.int32)
+    behind = torch.arange(escaped.numel(), dtype=torch.int32, device=escaped.device).sub_(ranks).add_(count)
+    return torch.where(escaped, ranks.sub_(1), behind)
 
 
 def _gaps(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,19 @@ applies them, with undo and proof; `coder.py` codes them for slow links; `header
 
 from deltacast.delta.chunks.coder import ChunkCoder
 from deltacast.delta.chunks.headers import Begin, Sums
-from deltacast.delta.chunks.plan import ChunkPlan, Span
+from deltacast.delta.chunks.plan import ChunkPlan, Span, even_chunk_bytes
 from deltacast.delta.chunks.receiver import ChunkReceiver, device_of
 from deltacast.delta.chunks.sender import ChunkSender, SentChunk
 
-__all__ = ["ChunkPlan", "Span", "ChunkSender", "SentChunk", "ChunkReceiver", "ChunkCoder", "Begin", "Sums", "device_of"]
+__all__ = [
+    "Begin",
+    "ChunkCoder",
+    "ChunkPlan",
+    "ChunkReceiver",
+    "ChunkSender",
+    "SentChunk",
+    "Span",
+    "Sums",
+    "device_of",
+    "even_chunk_bytes",
+]

@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from deltacast.delta.chunk_codec import ChunkCodec, PackingChunk, UnpackingChunk
+from deltacast.delta.chunk_codec import ChunkCodec, PackingChunk, UnpackingChunk, staged_bytes, transform_bytes
+from deltacast.delta.chunks.device import Lane
 from deltacast.delta.chunks.plan import ChunkPlan
 from deltacast.delta.chunks.sender import SentChunk
 from deltacast.delta.errors import FormatError
@@ -27,19 +28,30 @@ class ChunkCoder:
         plan: how they are cut.
         groups: the plan's, over the baseline (sender) or the weights (receiver).
         threads: pieces that are compressed or inflated at once.
+        capacities: for each group, the most changes of a round (`Begin.capacities`); None if every word may change.
     """
 
-    def __init__(self, table: ParameterTable, plan: ChunkPlan, groups: Sequence[ParamGroup], *, threads: int) -> None:
+    def __init__(
+        self,
+        table: ParameterTable,
+        plan: ChunkPlan,
+        groups: Sequence[ParamGroup],
+        *,
+        threads: int,
+        capacities: Sequence[int] | None = None,
+    ) -> None:
         self._groups = groups
+        self._capacities = [group.num_blocks * BLOCK_WORDS for group in groups] if capacities is None else capacities
         self._codecs = [
             ChunkCodec(
                 group.device,
                 group.word_bytes,
-                max_changes=min(plan.max_blocks(number) * BLOCK_WORDS, _MOST_CHANGES),
+                max_changes=min(plan.max_blocks(number) * BLOCK_WORDS, self._capacities[number], _MOST_CHANGES),
                 threads=threads,
             )
             for number, group in enumerate(groups)
         ]
+        self._lanes = [Lane(group.device) for group in groups]
         self._sizes = [torch.from_numpy(group.table.num_words).to(group.device) for group in groups]
         self._signed = [
             _signed_blocks(table, members, group) for members, group in zip(plan.members, groups, strict=True)
@@ -50,17 +62,38 @@ class ChunkCoder:
         for codec in self._codecs:
             codec.close()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that coding takes at most, about: what a round's chunks are staged in, and one chunk's transforms.
+
+        The first is on the host, if the weights are on a GPU page-locked, and grows with the changes of a round: all of
+        its chunks may be pending. The second is on the weights' device. After a round that was given up, chunks of it
+        may still hold theirs for a moment.
+        """
+        staged = (
+            staged_bytes(group.word_bytes, group.num_blocks, capacity)
+            for group, capacity in zip(self._groups, self._capacities, strict=True)
+        )
+        transforms = (transform_bytes(codec.word_bytes, codec.max_changes) for codec in self._codecs)
+        return sum(staged) + max(transforms, default=0)
+
     def pack(self, sent: SentChunk) -> PackingChunk:
-        """Start packing a chunk whose old words were kept, in the order of the current stream."""
+        """Start packing a chunk whose old words were kept, on a stream of the coder's own; waits for nothing.
+
+        That stream is one for all rounds: torch keeps the memory of temporaries apart by stream.
+        """
         assert sent.old is not None
         changes, number = sent.changes, sent.span.group
-        return self._codecs[number].pack(
-            changes.counts,
-            changes.offsets,
-            changes.values,
-            sent.old,
-            signed_magnitude=self._signed_of(number, changes),
-        )
+        lane = self._lanes[number]
+        lane.follow(sent.ready)
+        with lane.active():
+            return self._codecs[number].pack(
+                changes.counts,
+                changes.offsets,
+                changes.values,
+                sent.old,
+                signed_magnitude=self._signed_of(number, changes),
+            )
 
     def unpack(self, group: int, chunk: RawChunk, packed: torch.Tensor) -> UnpackingChunk:
         """Start unpacking bytes that came for a chunk: flat uint8 on the host.

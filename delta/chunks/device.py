@@ -85,17 +85,26 @@ class SumBuffer:
         self.faults = list(faults.view(torch.int32).view(-1, 2))
         self._faults = faults
         self._host = pinned(self._values.numel(), device)
+        self._fetched = False
         self.reset()
 
     def reset(self) -> None:
         """Set sums to zero and faults to none, in the order of the current stream."""
+        self._fetched = False
         self._values.zero_()
         self._faults.view(torch.int32).fill_(NO_FAULT)
 
-    def read(self, lane: Lane) -> tuple[list[NDArray[np.uint64]], list[int]]:
-        """Return sums, uint64 [rows, size] per group, and first faulty blocks, once a lane's work is done. Blocks."""
+    def fetch(self, lane: Lane) -> None:
+        """Let what is there once a lane's present work is done be what `read` returns; waits for nothing."""
         with lane.active():
             self._host.copy_(self._values, non_blocking=True)
+        self._fetched = True
+
+    def read(self, lane: Lane) -> tuple[list[NDArray[np.uint64]], list[int]]:
+        """Return sums, uint64 [rows, size] per group, and first faulty blocks, once a lane's work is done. Blocks."""
+        if not self._fetched:
+            self.fetch(lane)
+        self._fetched = False
         lane.wait()
         found = self._host.numpy().copy()
         ends = np.cumsum([part.numel() for part in self.parts])

@@ -13,7 +13,7 @@ from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import BLOCK_WORDS
 from deltacast.delta.table import ParameterTable
 
-__all__ = ["ChunkPlan", "Span"]
+__all__ = ["ChunkPlan", "Span", "even_chunk_bytes"]
 
 _MIN_CHANGES = 1 << 20
 
@@ -98,3 +98,20 @@ class ChunkPlan:
             min(words, max(int(words * max_density), _MIN_CHANGES)) + spare
             for words, spare in zip(self._num_words, rounding, strict=True)
         )
+
+
+def even_chunk_bytes(table: ParameterTable, chunk_bytes: int) -> int:
+    """Return the chunk size that cuts a table's largest group into as many chunks as `chunk_bytes` does, all alike.
+
+    The last chunk of a round is then never a small one that comes right behind a large one.
+    """
+    blocks: dict[int, int] = {}
+    for meta in table.metas:
+        width = meta.row.word_bytes
+        blocks[width] = blocks.get(width, 0) - (-meta.num_words // BLOCK_WORDS)
+    width, num_blocks = max(blocks.items(), key=lambda item: item[0] * item[1], default=(1, 0))
+    most = chunk_bytes // (BLOCK_WORDS * width)
+    if most == 0 or num_blocks <= most:
+        return chunk_bytes
+    num_chunks = -(-num_blocks // most)
+    return max(-(-num_blocks // num_chunks) * BLOCK_WORDS * width, BLOCK_WORDS * 8)

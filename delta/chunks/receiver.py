@@ -80,6 +80,11 @@ class ChunkReceiver:
         return sum(kept) + sum(group.nbytes + group.keys.nbytes for group in self.groups)
 
     @property
+    def capacities(self) -> tuple[int, ...]:
+        """The most changes of a round, of each group."""
+        return self._begin.capacities
+
+    @property
     def num_taken(self) -> int:
         """Chunks of this round so far."""
         return len(self._taken)
@@ -132,6 +137,13 @@ class ChunkReceiver:
                 sums=self._sums.parts[span.group],
                 fault=self._sums.faults[span.group],
             )
+        if number + 1 == len(self.plan.spans):
+            self._sums.fetch(self._applying)
+
+    def audit_ahead(self, step: int, of: int) -> None:
+        """Start the state's `audit_rolling(step, of)` behind everything that was applied so far; waits for nothing."""
+        with self._applying.active():
+            self._state.begin_rolling(step, of)
 
     def finish(self, version: int, sums: Sums, digest: str) -> None:
         """Check that everything arrived and adds up, and move the state to the version. Blocks until all is written.

@@ -1,7 +1,8 @@
 """The trainer's side of a streamed round: chunk after chunk is diffed, and later applied to the baseline.
 
-The host runs two chunks ahead of the one whose number of changes it waits for, so that the device never idles.
-Everything that was found stays in the arenas until the round is decided: the baseline moves by exactly what was sent.
+The host runs two chunks ahead of the one whose number of changes it waits for, and further where that takes no
+memory, so that the device never idles. Everything that was found stays in the arenas until the round is decided: the
+baseline moves by exactly what was sent.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class ChunkSender:
         self._staged = any(memory.tensor.device != device for memory in baseline.memories)
         self.keeps_old = keeps_old
         self._ahead = 0 if self._staged and keeps_old else _AHEAD  # old words are read while they are on the device
+        # The host may run further ahead, unless old words or slabs wait for it; on the CPU nothing runs beside it.
+        self._runs_on = device.type == "cuda" and not self._staged and not keeps_old
         self.groups = [self._group(members) for members in self.plan.members]
         numbers = range(len(self.groups))
         self._arenas = [Arena(self.groups[i], self._capacities[i], self.plan.num_chunks(i)) for i in numbers]
@@ -113,6 +116,7 @@ class ChunkSender:
         self._slabs = self._make_slabs()
         self._totals = pinned(len(self.plan.spans), device)
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
+        self._in_place = False  # whether the new tensors of the chunk launched last lie where they lay last round
         self._sent: list[SentChunk] = []
         self._after: NDArray[np.uint64] | None = None
 
@@ -153,14 +157,17 @@ class ChunkSender:
         Args:
             tensors: the new weights, in the plan's order, on any device: what is elsewhere, or not contiguous, is
                 copied. Read on the calling thread's current stream, and each held until its chunk was diffed: so
-                converted temporaries cost about `chunk_bytes` at a time.
+                converted temporaries cost a few times `chunk_bytes`.
 
         Raises:
-            TableError: a tensor of another dtype or shape, or another number of them. Chunks before it were yielded.
-            CapacityError: more changes than `max_density` allows. Likewise.
+            TableError: a tensor of another dtype or shape, or another number of them. Chunks before it may have been
+                yielded.
+            CapacityError: more changes than `max_density` allows. Chunks before it were yielded.
         """
         launches = self._launches(iter(tensors))
         waiting = deque(islice(launches, self._ahead))
+        if self._runs_on and self._in_place:
+            waiting.extend(islice(launches, _AHEAD))  # enough to do until every worker is READY
         return self._settled(launches, waiting)
 
     def sums(self) -> tuple[Sums, str]:
@@ -208,17 +215,19 @@ class ChunkSender:
         size = max((run.nbytes for run in runs), default=0)
         return [torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=self.device) for _ in range(self._ahead + 1)]
 
-    def _point(self, number: int, tensor: torch.Tensor | None) -> None:
-        """Say where the new bits of the `number`th parameter of the order are."""
+    def _point(self, number: int, tensor: torch.Tensor | None) -> bool:
+        """Say where the new bits of the order's `number`th parameter are; return whether that is where they were."""
         place = self.plan.order[number]
         meta = self._state.table.metas[place]
         if tensor is None:
             raise TableError("the new weights end before a parameter of the baseline", parameter=meta.name)
         group, param = self._numbers[place]
-        if not self.groups[group].point_again(param, tensor):
-            if tensor.device.type == "meta":
-                raise InputError("a tensor without data", parameter=meta.name, found="a meta tensor")
-            self.groups[group].point_new(param, self._on_device(tensor, meta.name))
+        if self.groups[group].point_again(param, tensor):
+            return True
+        if tensor.device.type == "meta":
+            raise InputError("a tensor without data", parameter=meta.name, found="a meta tensor")
+        self.groups[group].point_new(param, self._on_device(tensor, meta.name))
+        return False
 
     def _on_device(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         plain = tensor.detach()
@@ -231,8 +240,9 @@ class ChunkSender:
     def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
         pointed = 0
         for number, span in enumerate(self.plan.spans):
+            self._in_place = True
             while pointed < span.num_params:
-                self._point(pointed, next(source, None))
+                self._in_place &= self._point(pointed, next(source, None))
                 pointed += 1
             yield self._launch(number, span)
         for left in range(pointed, len(self.plan.order)):  # empty ones, which no chunk needs
@@ -265,11 +275,16 @@ class ChunkSender:
         group.point_baseline(span.first_block, span.num_blocks, target)
 
     def _settled(self, launches: Iterator[_Launch], waiting: deque[_Launch]) -> Iterator[SentChunk]:
-        """Keep the device ahead of the chunk that is waited for."""
-        for launch in launches:
-            waiting.append(launch)
-            yield self._settle(*waiting.popleft())
-        while waiting:
+        """Keep the device ahead of the chunk that is waited for: for each that is settled launch one, or two.
+
+        Two only while new tensors lie where they lay last round: such ones take no memory that they did not take then.
+        """
+        while True:
+            waiting.extend(islice(launches, 1))
+            if self._runs_on and self._in_place:
+                waiting.extend(islice(launches, 1))
+            if not waiting:
+                break
             yield self._settle(*waiting.popleft())
         for group in self.groups:
             group.release_new()

@@ -188,7 +188,7 @@ class ParamGroup:
         same = tensor.data_ptr() == self._new_address[param] and (tensor.dtype, tensor.shape) == self._metas[param]
         if not same or not tensor.is_contiguous() or tensor.is_complex() or tensor.device != self.device:
             return False
-        self._new[param] = tensor.detach()
+        self._new[param] = tensor
         return True
 
     def release_new(self, params: Iterable[int] | None = None) -> None:

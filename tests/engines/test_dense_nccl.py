@@ -316,6 +316,7 @@ def test_empty_tensors_alone_need_no_group() -> None:
     """Nothing is broadcast; they are looked at all the same."""
     group = group_of(0, 2, "cpu")
     DenseReceiver(group, 64).receive([torch.zeros(0, 4)], [0], Deadline(1))
+    DenseReceiver(group, 64).drain([0], Deadline(1))
     with pytest.raises(TableError, match="tensor 0"):
         DenseSender(group, 64).send([torch.zeros(1)], [0], Deadline(1))
 
@@ -338,6 +339,12 @@ def test_a_source_that_fails_half_way_raises_its_own_error_and_wakes_the_receive
                 party.receivers[0].reply()
         with pytest.raises(TransportError, match="closed"):
             party.send([torch.zeros(4000, dtype=torch.uint8)] * 5, layouts)
+
+
+def test_a_drain_takes_every_slab_or_says_that_it_did_not() -> None:
+    """Of a group that is not there, none."""
+    with pytest.raises(TransportError, match="closed"):
+        DenseReceiver(group_of(1, 2, "cpu"), 64).drain([65], Deadline(1))
 
 
 @DEVICES

@@ -96,10 +96,10 @@ def test_a_wire_by_name_is_taken_or_refused_never_replaced(asked: Wire) -> None:
 @pytest.mark.parametrize(
     ("tensors", "device", "wires"),
     [
-        ({"a": torch.zeros(3, 4), "b": torch.zeros(0)}, "cpu", ["container", "coded", "raw"]),
-        ({"a": torch.zeros(3, 4), "b": torch.zeros(4, 3).t()}, "cpu", ["container"]),
-        ({"a": torch.zeros(3, 4)}, "cuda:0", ["container"]),
-        ({}, "cpu", ["container"]),
+        ({"a": torch.zeros(3, 4), "b": torch.zeros(0)}, "cpu", ["container", "dense", "coded", "raw"]),
+        ({"a": torch.zeros(3, 4), "b": torch.zeros(4, 3).t()}, "cpu", ["container", "dense"]),
+        ({"a": torch.zeros(3, 4)}, "cuda:0", ["container", "dense"]),
+        ({}, "cpu", ["container", "dense"]),
     ],
 )
 def test_what_weights_can_receive(tensors: dict[str, torch.Tensor], device: str, wires: list[str]) -> None:

@@ -18,6 +18,8 @@ RUN = "run"
 WIRES = ("raw", "coded")
 """Of streamed rounds; on the CPU `auto` takes none of them."""
 EVERY_WIRE = ("container", *WIRES)
+SEED_WIRES = ("container", "dense")
+"""Of seeds and repairs; on the CPU `auto` takes the first."""
 
 
 def info(num_workers: int, **options: Any) -> TrainerInitInfo:

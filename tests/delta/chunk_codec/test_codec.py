@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from deltacast.bench.floors import Change, floors
 from deltacast.bench.generator import make_model, take_step
 from deltacast.delta.bits import Words
-from deltacast.delta.chunk_codec import ChunkCodec
+from deltacast.delta.chunk_codec import ChunkCodec, staged_bytes
+from deltacast.delta.chunk_codec.transforms import encode_streams
 from deltacast.delta.errors import InputError
 from naive_chunk import make_streams, read_chunk, write_chunk
 
@@ -230,24 +234,86 @@ def test_chunks_in_flight_do_not_mix(device: str, codecs: dict[tuple[str, int], 
 
 
 @DEVICES
+@pytest.mark.parametrize("flags", [True, [True, False]])
 @pytest.mark.parametrize(
-    ("counts", "dtype", "message"),
-    [
-        ([2, 2], torch.int16, "do not add up"),
-        ([-1, 4], torch.int16, "out of range"),
-        ([3, 0], torch.int32, "unfit values"),
-    ],
-)
-def test_unfit_arguments_are_refused(
-    device: str, codecs: dict[tuple[str, int], ChunkCodec], counts: list[int], dtype: torch.dtype, message: str
+    ("counts", "message"),
+    [([2, 2], "found 4, 0 out"), ([0, 1], "found 1, 0 out"), ([-1, 4], "found 3, 1 out"), ([65537, -65534], "2 out"),
+     ([2**31 - 1, 2**31 - 1], "found 4294967294, 2 out")],
+)  # fmt: skip
+def test_counts_that_cannot_be_are_refused_once_they_are_on_the_host(
+    device: str, codecs: dict[tuple[str, int], ChunkCodec], counts: list[int], message: str, flags: Flags
 ) -> None:
-    """Counts that do not fit three changes, and words of another width."""
+    """Until then they do no harm: the device takes the next chunk as ever."""
     codec = codec_for(codecs, device, 2)
-    words = torch.zeros(3, dtype=torch.int16, device=codec.device)
-    values = torch.ones(3, dtype=dtype, device=codec.device)
-    wrong = torch.tensor(counts, dtype=torch.int32, device=codec.device)
+    words = np.arange(3, dtype=np.uint16)
+    case = Case(counts, words, words + 1, words, flags)
+    with pytest.raises(InputError, match=f"counts do not add up, or are out of range: expected 3 changes.*{message}"):
+        case.pack(codec)
+    assert Case.of(GOLDEN_BLOCKS, 2, flags=True).pack(codec) == GOLDEN
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "message"),
+    [((2, 3), torch.int32, "unfit values"), ((1, 65537), torch.int16, "more changes than words"),
+     ((0, 1), torch.int16, "more changes than words")],
+)  # fmt: skip
+def test_unfit_arguments_are_refused(
+    device: str, codecs: dict[tuple[str, int], ChunkCodec], sizes: tuple[int, int], dtype: torch.dtype, message: str
+) -> None:
+    """Words of another width, and more changes than the blocks have words."""
+    codec = codec_for(codecs, device, 2)
+    counts = torch.ones(sizes[0], dtype=torch.int32, device=codec.device)
+    words = torch.zeros(sizes[1], dtype=torch.int16, device=codec.device)
     with pytest.raises(InputError, match=message):
-        codec.pack(wrong, words, values, words, signed_magnitude=True)
+        codec.pack(counts, words, words.to(dtype), words, signed_magnitude=True)
+
+
+@DEVICES
+def test_a_chunk_is_staged_in_the_bytes_that_are_announced(device: str) -> None:
+    """Counts, low bytes, quads, and for the worst case high bytes, nibbles and words; two numbers behind."""
+    counts = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
+    words = torch.arange(5, dtype=torch.int16, device=device)
+    staged = encode_streams(counts, words, words + 1, words, signed_magnitude=True)
+    assert staged.numel() == staged_bytes(2, 3, 5) == 12 + 5 + 2 + 5 + 3 + 10 + 8
+
+
+def test_a_chunk_pending_when_the_codec_closes_is_packed_or_cancelled() -> None:
+    """Never anything else, however far it was."""
+    for _ in range(20):
+        codec = ChunkCodec(torch.device("cpu"), 2, max_changes=4, threads=1)
+        counts = torch.full((8,), 65536, dtype=torch.int32)
+        old = torch.zeros(8 * 65536, dtype=torch.int16)
+        pending = [codec.pack(counts, old, old + 1, old, signed_magnitude=True) for _ in range(3)]
+        codec.close()
+        for chunk in pending:
+            with contextlib.suppress(CancelledError):
+                assert chunk.result().size
+
+
+@pytest.mark.gpu
+def test_packing_never_waits_for_the_device() -> None:
+    """Torch raises at any call that would; memory of the caller's tensors is not handed out while it is still read."""
+    blocks: list[Block] = [[(at, 1 + at * 7 % 500, 0) for at in range(60_000)]] * 4
+    case, cuda = Case.of(blocks, 2, flags=[True, False, True, True]), cast("Any", torch.cuda)  # untyped
+    with ChunkCodec(torch.device("cuda"), 2, max_changes=1, threads=2) as codec:
+        first = case.pack(codec)  # memory is allocated
+        columns = [torch.from_numpy(part).to(codec.device) for part in (case.counts, case.offsets.view("<i2"))]
+        columns += [words_tensor(words, codec.device) for words in (case.new, case.old)]
+        flags = case.flags_on(codec.device)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(cuda.Stream()):
+                cuda._sleep(200_000_000)  # cycles
+                pending = codec.pack(columns[0], columns[1], columns[2], columns[3], signed_magnitude=flags)
+            sizes = [column.nbytes for column in columns]
+            columns.clear()
+            others = [torch.zeros(size, dtype=torch.uint8, device=codec.device) for size in sizes]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert pending.result().tobytes() == first
+        assert not any(other.any() for other in others)
 
 
 @DEVICES

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltacast.delta.chunks import ChunkPlan, Span
+from deltacast.delta.chunks import ChunkPlan, Span, even_chunk_bytes
 from deltacast.delta.errors import InputError
 from deltacast.delta.table import ParameterTable, ParamMeta
 
@@ -116,3 +116,20 @@ def test_every_block_is_in_one_span_whose_parameters_are_there(blocks: list[tupl
         assert 1 <= span.num_blocks * 65536 * plan.word_bytes[span.group] <= CHUNK_BYTES
         assert set(owners[span.group][span.first_block : covered[span.group]]) <= set(order[: span.num_params])
     assert [covered[group] for group in owners] == [len(places) for places in owners.values()]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "chunk_bytes", "even"),
+    [
+        (("bfloat16", [65536 * 9]), 65536 * 2 * 8, 65536 * 2 * 5),  # 9 blocks: not 8 and 1, but 5 and 4
+        (("bfloat16", [65536 * 8]), 65536 * 2 * 8, 65536 * 2 * 8),
+        (("bfloat16", [65536 * 9]), 1 << 40, 1 << 40),
+        (("int64", [65536 * 2]), 65536 * 8, 65536 * 8),
+        (("uint8", [65536 * 9]), 65536 * 8, 65536 * 8),  # no smaller than a block of 8-byte words
+    ],
+)
+def test_even_chunks_are_as_many_as_before_and_alike(
+    shapes: tuple[str, list[int]], chunk_bytes: int, even: int
+) -> None:
+    """No small last chunk."""
+    assert even_chunk_bytes(table_of(shapes), chunk_bytes) == even
