@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from deltacast import __version__
-from deltacast.commands import bench
+from deltacast.commands import bench, store
 from deltacast.commands.apply import apply
 from deltacast.commands.demo import demo
 from deltacast.commands.diff import diff
@@ -88,7 +88,7 @@ class _CommandLine(TyperGroup):
 app = typer.Typer(
     name="deltacast",
     cls=_CommandLine,
-    help="Weight updates as files: prove, compare, diff, apply, fold and inspect checkpoints and updates.",
+    help="Weight updates as files: prove, compare, diff, apply, fold and inspect them; keep versions in a store.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -114,6 +114,7 @@ def _options(
 
 for _command in (digest, verify, diff, apply, fold, inspect, demo):
     app.command()(_command)
+app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 
 

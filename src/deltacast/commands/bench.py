@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
+from deltacast.commands.bench_store import store
 from deltacast.commands.bench_sync import sync
 from deltacast.commands.console import print_json, print_table
 from deltacast.commands.options import Json
@@ -25,12 +26,13 @@ Presets = Annotated[
 Repeats = Annotated[int, typer.Option(min=1, help="Times are the median of so many runs.")]
 
 app: Final = typer.Typer(
-    help="Measure codec, diff and whole rounds on this machine.",
+    help="Measure codec, diff, store and whole rounds on this machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
 )
 app.command()(sync)
+app.command()(store)
 
 
 @app.command()
