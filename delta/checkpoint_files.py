@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ UNDO_SUFFIX: Final = ".deltacast-undo"
 """What `open_for_patching` (delta/patching.py) adds to a checkpoint's name while it is half-written."""
 
 _MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python names it from 3.13 on
+_UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""A mapping needs no descriptor once it is made; a checkpoint of many shards would keep one for each."""
 
 
 class CheckpointFiles:
@@ -121,21 +125,20 @@ class MappedFile:
 
     Raises:
         FormatError: the header is damaged.
+        InputError: this process may open no more files. Before Python 3.13 every mapping keeps one.
         OSError: the file cannot be opened or mapped.
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR if shared else os.O_RDONLY)
         try:
-            self.stat = os.fstat(descriptor)
-            if self.stat.st_size < 8:
-                raise FormatError(f"{path}: too short for safetensors", found=f"{self.stat.st_size} bytes")
-            # Private and writable rather than read-only: torch has no read-only tensors and warns about them.
-            flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
-            self._map = mmap.mmap(descriptor, self.stat.st_size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(descriptor)
+            self.stat, self._map = _map_file(path, shared=shared)
+        except OSError as err:
+            if err.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise InputError(f"cannot map {path}: {os.strerror(err.errno)}",
+                             hint="Raise the limit of open files (ulimit -n) above the number of shards.") \
+                from err  # fmt: skip
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
         try:
             self.header = parse_header(memoryview(self._map), where=str(path))
@@ -167,6 +170,20 @@ class MappedFile:
         self._bytes = None
         with suppress(BufferError):  # tensors still look at it: unmapped when they are gone
             self._map.close()
+
+
+def _map_file(path: Path, *, shared: bool) -> tuple[os.stat_result, mmap.mmap]:
+    descriptor = os.open(path, os.O_RDWR if shared else os.O_RDONLY)
+    try:
+        stat = os.fstat(descriptor)
+        if stat.st_size < 8:
+            raise FormatError(f"{path}: too short for safetensors", found=f"{stat.st_size} bytes")
+        # Private and writable rather than read-only: torch has no read-only tensors and warns about them.
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        return stat, mmap.mmap(descriptor, stat.st_size, flags=flags, prot=prot, **_UNTRACKED)
+    finally:
+        os.close(descriptor)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -97,8 +97,12 @@ class DeltacastError(Exception):
             if value is not None
         ]
         text = self.message + (f" ({', '.join(where)})" if where else "")
-        if self.expected is not None or self.found is not None:
-            text += f": expected {self.expected}, found {self.found}"
+        facts = [
+            f"{label} {value}"
+            for label, value in (("expected", self.expected), ("found", self.found))
+            if value is not None
+        ]
+        text += f": {', '.join(facts)}" if facts else ""
         return f"{text}. {self.hint}" if self.hint else text
 
 

@@ -20,10 +20,10 @@ from deltacast.delta.checkpoint_files import INDEX_NAME, UNDO_SUFFIX, Checkpoint
 from deltacast.delta.errors import InputError, StateError
 from deltacast.delta.undo_journal import restore_from_journal, write_journal
 
-__all__ = ["PatchableCheckpoint", "open_for_patching", "patched_copy", "recover"]
+__all__ = ["PatchableCheckpoint", "is_weights_name", "open_for_patching", "patched_copy", "recover"]
 
 _WEIGHT_SUFFIXES: Final = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl", UNDO_SUFFIX}
 )
 
 
@@ -83,17 +83,18 @@ def _copy(base: Path, to: Path) -> None:
     keep = {path.name for path in CheckpointFiles(base).files}
 
     def skip(folder: str, names: list[str]) -> set[str]:
-        top = Path(folder) == base
-        return {name for name in names if name.startswith(".") or (not (top and name in keep) and _is_weights(name))}
+        kept = keep if Path(folder) == base else set()
+        return {name for name in names if name.startswith(".") or (is_weights_name(name) and name not in kept)}
 
     shutil.copytree(base, to, ignore=skip, copy_function=shutil.copyfile)
 
 
-def _is_weights(name: str) -> bool:
-    stem = name.removesuffix(".index.json")
-    if name == INDEX_NAME:
-        return False
-    return Path(stem).suffix in _WEIGHT_SUFFIXES or name.endswith(UNDO_SUFFIX)
+def is_weights_name(name: str) -> bool:
+    """Whether a file of this name holds weights in any format, or an index of them; safetensors' own index does not.
+
+    Beside a checkpoint that was patched they would be stale, and some loaders unpickle what they find.
+    """
+    return name != INDEX_NAME and Path(name.removesuffix(".index.json")).suffix in _WEIGHT_SUFFIXES
 
 
 def _fsync_tree(path: Path) -> None:

@@ -17,11 +17,14 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, get_args, runtime_ch
 from deltacast.delta.errors import InputError
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.report import RoundReport, WorkerReport
+from deltacast.store.anchors import Anchors
 from deltacast.store.placement import Placement, check_placement
+from deltacast.store.version_store import VersionStore
 
 __all__ = [
     "AuditPolicy",
     "Client",
+    "Durability",
     "SeedWire",
     "ServingStatus",
     "TrainerEngine",
@@ -36,6 +39,8 @@ Wire: TypeAlias = Literal["auto", "raw", "coded", "container"]
 """How changes travel; see `TrainerInitInfo`."""
 SeedWire: TypeAlias = Literal["auto", "dense", "container"]
 """How whole parameters travel; see `TrainerInitInfo`."""
+Durability: TypeAlias = Literal["after_commit", "before_commit"]
+"""When a version is in the store; see `TrainerInitInfo`."""
 AuditPolicy: TypeAlias = int | Literal["full", "off"]
 """How much a worker rescans in each round: 1/N of the bytes, everything, or nothing."""
 
@@ -67,9 +72,20 @@ class TrainerInitInfo:
         overlap_apply: workers write chunks as they arrive, serving nothing from the first one on; else they stage the
             whole payload while serving, and write between its end and the decision.
         max_send_bytes_per_s: hold the payload to this rate; None for as fast as it goes.
-        run_id: the lineage; a fresh one by default.
-        epoch: this writer's number in the lineage; workers refuse lower ones than they have seen.
-        version: the version that the source's weights are at init.
+        store: where every committed version is kept, for whoever joins or restarts; None for nowhere. The caller opens
+            and closes it, and leaves it to the trainer in between. If it has versions, the trainer goes on from the
+            newest, whatever its own weights are, under the store's run id and the next epoch.
+        durability: `after_commit`: workers go on at once, and the version is published beside the next rounds. Those
+            that a trainer did not publish before it died are lost, and its workers go back to the store's newest.
+            `before_commit`: a version is in the store before any worker serves it; every round waits for that.
+        max_unpublished: versions that may wait to be published, each with its changes in host memory (of bf16 weights 6
+            bytes per change of a streamed round, 12 of a container's); `send_weights` waits for room, for `timeout_s`,
+            before it sends anything.
+        anchors: when the store gets a snapshot of its newest version. It is put together in `baseline_folder` or the
+            system's temporary folder, which must have room for the weights.
+        run_id: the lineage; by default the store's, else a fresh one.
+        epoch: this writer's number in the lineage; workers refuse lower ones than they have seen. A store says its own.
+        version: the version that the source's weights are at init. A store says its own.
         timeout_s: for each phase of a round.
         decision_timeout_s: how long a worker that has voted waits before it rolls back and calls itself stale; never
             less than `timeout_s`, in which the others may still vote.
@@ -96,7 +112,11 @@ class TrainerInitInfo:
     chunk_bytes: int = 1 << 31
     overlap_apply: bool = True
     max_send_bytes_per_s: float | None = None
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    store: VersionStore | None = field(default=None, repr=False)
+    durability: Durability = "after_commit"
+    max_unpublished: int = 4
+    anchors: Anchors = Anchors()  # noqa: RUF009 - frozen
+    run_id: str = ""
     epoch: int = 0
     version: int = 0
     timeout_s: float = 60.0
@@ -109,13 +129,15 @@ class TrainerInitInfo:
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.threads < 1 or not 0 <= self.port < 65536:
             raise InputError("num_workers, threads or port out of range", found=self)
+        if self.durability == "before_commit" and self.store is None:
+            raise InputError("durability 'before_commit' needs a store", hint="Give one.")
+        if self.max_unpublished < 1:
+            raise InputError("max_unpublished out of range", expected="1 or more", found=self.max_unpublished)
         if min(self.timeout_s, self.decision_timeout_s, self.join_timeout_s) <= 0:
             raise InputError("timeouts must be positive", found=self)
-        if self.wire not in get_args(Wire):
-            raise InputError("unknown wire", expected=f"one of {', '.join(get_args(Wire))}", found=repr(self.wire))
-        if self.seed_wire not in get_args(SeedWire):
-            expected = f"one of {', '.join(get_args(SeedWire))}"
-            raise InputError("unknown seed_wire", expected=expected, found=repr(self.seed_wire))
+        _check_choice("wire", self.wire, Wire)
+        _check_choice("seed_wire", self.seed_wire, SeedWire)
+        _check_choice("durability", self.durability, Durability)
         if self.slab_bytes <= 0 or self.slab_bytes % 16:
             raise InputError("bad slab_bytes", expected="a positive multiple of 16", found=self.slab_bytes)
         if not 0 < self.max_density <= 1:
@@ -221,7 +243,7 @@ class TrainerEngine(ABC):
     @classmethod
     @abstractmethod
     def trainer_init(cls, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> Self:
-        """Take the source's weights as the baseline and bring every worker to it. Blocks.
+        """Take the source's weights as the baseline, or the store's newest, and bring every worker to it. Blocks.
 
         Args:
             init_info: addresses, timeouts, policies.
@@ -230,7 +252,9 @@ class TrainerEngine(ABC):
 
         Raises:
             TransportError: a worker did not come, or went, in time.
-            TableError: a worker has other parameters. Nothing was written anywhere.
+            TableError: a worker, or the store, has other parameters. Nothing was written anywhere.
+            InputError: the store keeps another run. Nothing was written anywhere.
+            StoreError, FencedError: the store failed, or other trainers take it over as well.
         """
 
     @abstractmethod
@@ -247,11 +271,20 @@ class TrainerEngine(ABC):
             StateError: after `shutdown`, or while another call runs. Nothing was sent.
             InputError: the source broke its contract or changed its parameters, or a step out of range. Nothing was
                 sent.
+            StoreError: an earlier version could not be published, or too many wait. Nothing was sent; call again. With
+                `before_commit` also: nobody knows whether this version was published. Then the trainer has ended.
+            FencedError: another trainer has taken over the store's run. Nothing was sent, and nothing will be.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Close every connection, group and thread; may be called twice. Workers keep their weights."""
+        """Close every connection, group and thread; may be called twice. Workers keep their weights.
+
+        Versions that wait to be published are, for up to `timeout_s`.
+
+        Raises:
+            StoreError: not all were; it says which. Everything is closed.
+        """
 
 
 class WorkerEngine(ABC):
@@ -333,6 +366,11 @@ class WorkerStatus:
     audited_through: int | None
     last_error: str = ""
     optimizer_step: int | None = None
+
+
+def _check_choice(name: str, value: object, choices: object) -> None:
+    if value not in get_args(choices):
+        raise InputError(f"unknown {name}", expected=f"one of {', '.join(get_args(choices))}", found=repr(value))
 
 
 def _check_audit(audit: object) -> None:

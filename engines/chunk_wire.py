@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -46,6 +47,7 @@ class ChunkOutgoing(Outgoing):
         target_version: of the round.
         overlaps: have workers write while they receive.
         coder: for the `coded` wire; None for `raw`.
+        stored: whether a store wants the update.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class ChunkOutgoing(Outgoing):
         target_version: int,
         overlaps: bool,
         coder: ChunkCoder | None = None,
+        stored: bool = False,
     ) -> None:
+        self._stored = stored
         self.wire = "raw" if coder is None else "coded"
         self._sender, self._source, self._baseline, self._coder = sender, source, baseline, coder
         self.base_version, self.target_version, self.overlaps = baseline.version, target_version, overlaps
@@ -82,8 +86,8 @@ class ChunkOutgoing(Outgoing):
         self._chunks = self._sender.chunks(named(self._source, names))
 
     def produce(self, route: Route) -> None:
-        """See `Outgoing`. Chunks are sent from here where that does not block: each hand-over would cost 0.1 ms."""
-        if self._coder is None and route.group.posts_at_once:
+        """See `Outgoing`. Chunks are sent from here where nothing can block: each hand-over would cost 0.1 ms."""
+        if self._coder is None and route.group.posts_at_once and self._sender.in_place:
             error = None
             try:
                 for item in self._items():
@@ -132,6 +136,17 @@ class ChunkOutgoing(Outgoing):
             route.tell(Chunk(route.run_id, route.key, chunk.number, num_changes, num_bytes), b"")
             route.group.post(tensors, route.deadline)
         self.sent_bytes += num_bytes
+
+    def stage(self) -> None:
+        """See `Outgoing`."""
+        if self._stored:
+            self.update = partial(
+                self._sender.keep().update,
+                run_id=self._baseline.run_id,
+                epoch=self._baseline.epoch,
+                target_version=self.target_version,
+                optimizer_step=self.optimizer_step,
+            )
 
     def advance(self) -> None:
         """See `Outgoing`."""

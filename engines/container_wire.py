@@ -53,6 +53,7 @@ class ContainerOutgoing(Outgoing):
         """See `Outgoing`. Seeds and repairs leave the baseline where it is."""
         if self.target_version != self._baseline.version:
             self._staged = self._baseline.stage(self._update)
+            self.update = lambda: self._update
 
     def advance(self) -> None:
         """See `Outgoing`."""

@@ -8,6 +8,7 @@ knows no secret, so whoever reaches that interface can disturb a rendezvous, tho
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -211,6 +212,24 @@ class PayloadGroup:
         self.abort()
         deadline.left_s("the payload group")
         raise TransportError(f"the payload group broke: {cause}") from cause
+
+    @contextmanager
+    def aborted_by(self, deadline: Deadline) -> Iterator[None]:
+        """Abort if what is done inside takes longer; with NCCL, also while this thread is blocked inside CUDA.
+
+        An allocation of page-locked memory, say, waits for every kernel, and one of NCCL's for its peer: if that is
+        gone, only an abort from another thread ends both.
+        """
+        if self.device.type != "cuda":
+            yield
+            return
+        timer = threading.Timer(max(deadline.remaining_s, 0.0), self.abort)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def abort(self) -> None:
         """Make running collectives fail, here and on peers that wait for this rank; unusable afterwards.

@@ -32,6 +32,7 @@ class Outcome:
     errors: dict[int, str] = field(default_factory=dict)
     ready_s: float = 0.0
     send_s: float = 0.0
+    publish_s: float = 0.0
     commit_s: float = 0.0
     round_s: float = 0.0
     commit_by: Deadline | None = None
@@ -61,6 +62,7 @@ def report_of(payload: Outgoing, baseline: Baseline, outcome: Outcome, members: 
             send_s=outcome.send_s,
             apply_s=max((verdict.apply_s for verdict in verdicts), default=0.0),
             audit_s=max((verdict.audit_s for verdict in verdicts), default=0.0),
+            publish_s=outcome.publish_s,
             commit_s=outcome.commit_s,
             round_s=payload.diff_s + payload.encode_s + outcome.round_s if not payload.begun_at else outcome.round_s,
         ),

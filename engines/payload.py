@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 from deltacast.delta.errors import DeadlineError, TransportError
+from deltacast.delta.patch import WeightUpdate
 from deltacast.engines.control import Deadline, Frame
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.protocol import Message, RoundKey
@@ -64,6 +65,8 @@ class Outgoing(ABC):
         buffer_bytes: extra memory on the trainer's device and host, by its bound.
         begun_at: when `begin` started the diff, by `time.perf_counter`; 0 if the diff came before.
         diff_s, encode_s: for the report.
+        update: makes the update that was sent, for a store: from `stage` on, on any thread, and also once the baseline
+            has moved. None for a seed or repair, and if no store was announced.
     """
 
     wire: str
@@ -81,6 +84,7 @@ class Outgoing(ABC):
     begun_at: float = 0.0
     diff_s: float = 0.0
     encode_s: float = 0.0
+    update: Callable[[], WeightUpdate] | None = None
 
     def begin(self) -> None:  # noqa: B027 - only streamed payloads have work that needs nobody's READY
         """Start what can be done before the workers are READY."""
@@ -100,7 +104,7 @@ class Outgoing(ABC):
         """
 
     def stage(self) -> None:  # noqa: B027 - only some have anything to prepare
-        """Prepare the baseline's own step."""
+        """Prepare the baseline's own step, and the update for a store."""
 
     @abstractmethod
     def advance(self) -> None:

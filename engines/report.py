@@ -19,7 +19,8 @@ class StageTimes:
         send_s: the payload's broadcast.
         apply_s: decoding, staging, writing and reading back: the slowest worker's own clock.
         audit_s: rescanning: the slowest worker's own clock.
-        commit_s: from the last verdict to the last ACK, the baseline's advance included.
+        publish_s: waiting for the store to have the version, where that comes before the decision.
+        commit_s: from the last verdict to the last ACK, `publish_s` and the baseline's advance included.
         round_s: from the start of the diff to the last ACK: all of the round, without the calls through the client.
         total_s: the whole `send_weights`.
     """
@@ -30,6 +31,7 @@ class StageTimes:
     send_s: float = 0.0
     apply_s: float = 0.0
     audit_s: float = 0.0
+    publish_s: float = 0.0
     commit_s: float = 0.0
     round_s: float = 0.0
     total_s: float = 0.0
@@ -80,6 +82,7 @@ class RoundReport:
         evicted: names of workers that were dropped.
         buffer_bytes: extra memory that the round took on the trainer, by its bound.
         seeded: names of workers that were seeded or repaired at a handshake before this round, with the reason.
+        published_through: the newest version that the store had at the end of the call; None without a store.
         error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`. With
             `committed`, it is the client's call that failed after all workers had acknowledged.
     """
@@ -105,6 +108,7 @@ class RoundReport:
     error: str = ""
     buffer_bytes: int = 0
     optimizer_step: int | None = None
+    published_through: int | None = None
 
     @property
     def density(self) -> float:

@@ -70,6 +70,7 @@ class Streams:
             target_version=self._baseline.version + 1,
             overlaps=info.overlap_apply,
             coder=self._coder if coded else None,
+            stored=info.store is not None,
         )
 
     def close(self) -> None:

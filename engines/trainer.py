@@ -40,10 +40,11 @@ from deltacast.engines.protocol import (
     Verdict,
     check_step,
 )
+from deltacast.engines.publishing import Publisher, publisher_of
 from deltacast.engines.report import RoundReport
+from deltacast.engines.resuming import begin_run
 from deltacast.engines.streams import Streams
 from deltacast.engines.wires import choose_seed_wire
-from deltacast.store.baseline import Baseline
 
 __all__ = ["RoundTrainer"]
 
@@ -61,26 +62,19 @@ class RoundTrainer(TrainerEngine):
     """
 
     def __init__(self, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> None:
-        self._info = init_info
+        beginning = begin_run(init_info, source)
+        self._info, self.baseline, head = beginning.info, beginning.baseline, beginning.head
         self._source, self._client = source, client
-        self.baseline = Baseline(
-            source,
-            run_id=init_info.run_id,
-            epoch=init_info.epoch,
-            version=init_info.version,
-            placement=init_info.placement,
-            folder=init_info.baseline_folder,
-            threads=init_info.threads,
-        )
         self.decisions = DecisionLog()
-        self._workers = Membership(init_info, self.baseline)
+        self._workers = Membership(self._info, self.baseline)
         self._round_number = 0
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
         self._busy = threading.Lock()
         self._num_calls = 0
-        self._optimizer_step: int | None = None  # the baseline's
+        self._optimizer_step = None if head is None else head.optimizer_step  # the baseline's
         self._client_error = ""
-        self._streams = Streams(init_info, source, self.baseline)
+        self._streams = Streams(self._info, source, self.baseline)
+        self._publisher = None if head is None else publisher_of(self._info, head)
         self._early: tuple[tuple[Member, ...], Outgoing] | None = None
 
     @classmethod
@@ -121,6 +115,8 @@ class RoundTrainer(TrainerEngine):
         """See `TrainerEngine`."""
         self._workers.close()
         self._streams.close()
+        if self._publisher is not None:
+            self._publisher.close(self._info.timeout_s)
 
     def _admit_first(self) -> None:
         info = self.worker_init_info
@@ -135,6 +131,8 @@ class RoundTrainer(TrainerEngine):
 
     def _send_weights(self, optimizer_step: int | None) -> RoundReport:
         started = time.perf_counter()
+        if self._publisher is not None:
+            self._publisher.make_room(Deadline(self._info.timeout_s))
         self._num_calls += 1
         self._early = None
         self._begin_early()  # first: whom nobody told to start must not be told to finish
@@ -179,7 +177,8 @@ class RoundTrainer(TrainerEngine):
             if not report.committed:
                 _LOG.info("%s", report.line())
                 raise aborted(report)
-        return replace(report, error=self._client_error)
+        through = None if self._publisher is None else self._publisher.published_through
+        return replace(report, error=self._client_error, published_through=through)
 
     def _client_call(self, what: str, call: Callable[[], None], report: RoundReport | None = None) -> None:
         try:
@@ -313,6 +312,8 @@ class RoundTrainer(TrainerEngine):
     def _publish_once(self, optimizer_step: int | None) -> tuple[Outgoing, Outcome]:
         """Run a round; as a container after all if there were more changes than a streamed one has room for."""
         target_version = max(self.baseline.version, self._workers.newest_reported) + 1
+        if self._publisher is not None:
+            self._publisher.check_reach(target_version)
         payload = self._streamed_payload()
         if payload is not None:
             payload.target_version, payload.optimizer_step = target_version, optimizer_step
@@ -409,7 +410,8 @@ class RoundTrainer(TrainerEngine):
 
         task = Task("payload", send)
         try:
-            payload.produce(route)
+            with group.aborted_by(deadline):
+                payload.produce(route)
             self._watch_payload(task, outcome)
         finally:
             if not task.done or task.error is not None:
@@ -449,15 +451,9 @@ class RoundTrainer(TrainerEngine):
 
     def _settle(self, payload: Outgoing, outcome: Outcome) -> None:
         """Write the record, act on it, and hear that everybody else did."""
-        started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
-        members = self._workers.members
-        if outcome.commit_by is not None and outcome.commit_by.expired and not outcome.errors:
-            outcome.errors[0] = "the trainer was stopped for too long: workers may have given up"
-        unanimous = not outcome.errors and len(outcome.verdicts) == len(members)
-        outcome.committed = self.decisions.decide(outcome.key, commit=unanimous)
-        self._machine.step("decide")
-        if outcome.committed:
-            self._workers.newest_reported = max(self._workers.newest_reported, payload.target_version)
+        started, members = time.perf_counter(), self._workers.members
+        outcome.committed = self._decide(payload, outcome)
+        deadline = Deadline(self._info.timeout_s)
         failed = any(verdict.error and not verdict.damaged for verdict in outcome.verdicts.values())
         if failed or len(outcome.verdicts) < len(members):
             self._workers.drop_group()  # wakes workers that still wait for payload; one that failed may have left
@@ -476,6 +472,45 @@ class RoundTrainer(TrainerEngine):
                 member.lost = member.lost or errors.get(member.rank) or f"acknowledged {found}"
         self._machine.step("settled")
         outcome.commit_s = time.perf_counter() - started
+
+    def _decide(self, payload: Outgoing, outcome: Outcome) -> bool:
+        """Write the record, and see to it that a committed version is stored."""
+        if outcome.commit_by is not None and outcome.commit_by.expired and not outcome.errors:
+            outcome.errors[0] = "the trainer was stopped for too long: workers may have given up"
+        publisher, update = self._publisher, payload.update
+        first = self._info.durability == "before_commit"
+        unanimous = not outcome.errors and len(outcome.verdicts) == len(self._workers.members)
+        if unanimous and publisher is not None and update is not None and first:
+            unanimous = self._publish_first(publisher, payload.target_version, update, outcome)
+        committed = self.decisions.decide(outcome.key, commit=unanimous)
+        self._machine.step("decide")
+        if committed:
+            self._workers.newest_reported = max(self._workers.newest_reported, payload.target_version)
+            if publisher is not None and update is not None and not first:
+                publisher.put(payload.target_version, update)
+        return committed
+
+    def _publish_first(
+        self, publisher: Publisher, version: int, update: Callable[[], WeightUpdate], outcome: Outcome
+    ) -> bool:
+        """Make the store's version file the record; return whether it says COMMIT.
+
+        Once it does, nothing changes that: not even that workers have given up meanwhile. They come again.
+
+        Raises:
+            StoreError: nobody knows what it says, so nothing is decided, and this trainer has ended.
+        """
+        assert outcome.commit_by is not None
+        started = time.perf_counter()
+        try:
+            error = publisher.publish(version, update, outcome.commit_by)
+        except BaseException:
+            self._workers.close()  # tells nobody anything
+            raise
+        outcome.publish_s = time.perf_counter() - started
+        if error:
+            outcome.errors[0] = error
+        return not error
 
     def _key(self) -> RoundKey:
         return RoundKey(self._info.epoch, self._workers.generation, self._round_number)

@@ -193,12 +193,15 @@ def import_versions(
         Each version, once it is published.
 
     Raises:
+        FileNotFoundError: there is no such folder.
         InputError: a base for a store that has versions, or nothing to begin with.
         BaseError: a delta that is not for the version before it.
         FormatError, TableError: a folder is damaged, or does not fit. Versions before it were published, it was not.
         VerificationError: a folder of ours does not give the state digest that it states.
         StoreError, FencedError: as `VersionStore.publish_update`.
     """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}")
     if store.head() is None:
         yield _import_first(store, root, base, threads)
     elif base is not None:

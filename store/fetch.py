@@ -1,14 +1,44 @@
-"""Read objects whose bytes are not trusted: bounded by size first, then held to their content digest."""
+"""Objects whose bytes are not trusted: what they must be, and how they are read: bounded by size, held to a digest."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import xxhash
 
 from deltacast.delta.errors import ChecksumError, FormatError
-from deltacast.store.objects import ObjectBackend
-from deltacast.store.records import ObjectRef, content_digest
+from deltacast.store.objects import Buffer, ObjectBackend
+from deltacast.store.sealed import check_digest, check_number
 
-__all__ = ["fetch", "fetch_ref"]
+__all__ = ["ObjectRef", "content_digest", "fetch", "fetch_ref"]
+
+
+def content_digest(data: Buffer) -> str:
+    """Return the digest of an object's bytes, written `xxh3_128:<hex>`."""
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """An object, and what its bytes must be.
+
+    Attributes:
+        path: its name in the store.
+        num_bytes: its size.
+        digest: content digest, `xxh3_128:<hex>` of its bytes.
+
+    Raises:
+        InputError: a size or digest that cannot be.
+    """
+
+    path: str
+    num_bytes: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_number(self.num_bytes, "size")
+        check_digest(self.digest)
 
 
 def fetch(backend: ObjectBackend, path: str, *, max_bytes: int) -> bytes:

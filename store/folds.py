@@ -14,8 +14,9 @@ from deltacast.delta.codec import encode_update
 from deltacast.delta.errors import InputError
 from deltacast.delta.fold import fold
 from deltacast.delta.patch import WeightUpdate
+from deltacast.store.fetch import ObjectRef, content_digest
+from deltacast.store.names import FOLDS, fold_path, parse_fold_path
 from deltacast.store.objects import ObjectBackend
-from deltacast.store.records import FOLDS, ObjectRef, content_digest, fold_path, parse_fold_path
 
 __all__ = ["FOLD_WIDTH", "FoldRef", "aligned_spans", "fold_updates", "list_folds", "write_fold"]
 

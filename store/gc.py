@@ -8,7 +8,6 @@ before what it names, and an object that no version names goes only when it is o
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,16 +16,27 @@ from typing import Final
 from deltacast.delta.checkpoint_digest import Progress
 from deltacast.delta.errors import FormatError, InputError, MissingObjectError, VerificationError
 from deltacast.store.log import VersionLog
-from deltacast.store.manifest import MANIFEST_NAME, SNAPSHOTS, parse_manifest_path, read_manifest
+from deltacast.store.names import (
+    FOLDS,
+    MANIFEST_NAME,
+    READERS,
+    SNAPSHOTS,
+    UPDATES,
+    parse_fold_path,
+    parse_manifest_path,
+    parse_version_path,
+    snapshot_folder,
+    version_path,
+)
 from deltacast.store.objects import ObjectInfo
 from deltacast.store.plan import require_snapshot_of
-from deltacast.store.readers import READERS, Lease, list_leases
-from deltacast.store.records import FOLDS, VersionRecord, parse_fold_path, parse_version_path
+from deltacast.store.readers import Lease, list_leases
+from deltacast.store.records import VersionRecord
+from deltacast.store.snapshots import read_manifest
 
 __all__ = ["DAY_S", "GcReport", "collect"]
 
 DAY_S: Final = 86400.0
-_SNAPSHOT_FOLDER: Final = re.compile(r"snapshots/[^/]+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +78,13 @@ def collect(
 
     Raises:
         InputError: `keep` or `min_age_s` out of range; nothing was removed.
-        FormatError: a version file that has to be read is damaged; nothing was removed.
+        FormatError: a version file that has to be read is damaged, or one is gone between others; nothing was removed.
         StoreError: the store failed; every version from `GcReport.oldest` on is as it was.
     """
     if keep < 1 or not (math.isfinite(min_age_s) and min_age_s >= 0):
         raise InputError("a store keeps at least one version, and no age is negative", found=(keep, min_age_s))
     look = _Look(log, min_age_s)
+    look.require_unbroken()
     wanted, held_by = look.oldest_wanted(keep)
     oldest = look.oldest_to_stay(wanted)
     retired, unneeded = look.retired(oldest), look.unneeded(oldest)
@@ -102,6 +113,21 @@ class _Look:
         self.records = {record.version: record for record in log.records()}
         self.leases = {lease.path: lease for lease in list_leases(log.backend, signing_key=log.key)}
         self.now_s = log.backend.now_s()
+
+    def require_unbroken(self) -> None:
+        """Raise if a version file is gone that hides others: their versions are lost once what they name is removed.
+
+        Retention leaves no file below a gap. A writer that slept may, and the records above do not rest on its file.
+        """
+        oldest = min(self.records, default=0)
+        found = (parse_version_path(name) for name in self.listed)
+        hidden = max((version for version in found if version is not None and version < oldest), default=oldest)
+        if hidden >= oldest - 1:
+            return  # nothing is below, or what another collection has removed since it was listed
+        for record in self.log.read(oldest).recent:
+            if record.version == hidden + 1 and self.log.read(hidden).digest == record.previous:
+                raise FormatError(f"{version_path(record.version)} is gone, and hides the versions before it",
+                                  version=record.version, hint="Put it back: fsck says what it held.")  # fmt: skip
 
     def oldest_wanted(self, keep: int) -> tuple[int, tuple[str | None, ...]]:
         """Return the oldest version that somebody wants, and the readers who want more than the newest `keep`.
@@ -149,7 +175,7 @@ class _Look:
         return found
 
     def _is_needed(self, unit: str, kept: Mapping[int, VersionRecord], updates: Container[str]) -> bool:
-        if unit.startswith("updates/"):
+        if unit.startswith(UPDATES):
             return unit in updates
         if unit.startswith(FOLDS):
             fold = parse_fold_path(unit)
@@ -189,5 +215,4 @@ class _Look:
 
 def _unit(name: str) -> str:
     """Return what is kept or removed as one: a snapshot's folder, or any other object by itself."""
-    folder = _SNAPSHOT_FOLDER.match(name)
-    return folder[0] if folder else name
+    return snapshot_folder(name) or name

@@ -14,19 +14,12 @@ from typing import Final
 
 from deltacast.delta.errors import FormatError, MissingObjectError, StoreError
 from deltacast.store.fetch import fetch
+from deltacast.store.names import HEAD_PATH, VERSIONS, parse_version_path, version_path
 from deltacast.store.objects import ObjectBackend
-from deltacast.store.records import (
-    MAX_VERSION_FILE_BYTES,
-    VERSIONS,
-    VersionFile,
-    VersionRecord,
-    parse_version_path,
-    version_path,
-)
+from deltacast.store.records import MAX_VERSION_FILE_BYTES, VersionFile, VersionRecord
 
-__all__ = ["HEAD_PATH", "VersionLog", "head_hint"]
+__all__ = ["VersionLog", "head_hint"]
 
-HEAD_PATH: Final = "HEAD"
 _LOG: Final = logging.getLogger(__name__)
 _HINT: Final = re.compile(rb"[0-9]{1,19}\n")
 _MAX_HINT_BYTES: Final = 20
@@ -73,7 +66,11 @@ class VersionLog:
             return self.read(newer)
 
     def versions(self) -> range:
-        """Return the versions that exist: an unbroken run that ends with the newest. Reads no file."""
+        """Return the versions that exist: an unbroken run that ends with the newest. Reads no file.
+
+        So it cannot tell a file that a frozen writer made anew right below the oldest version from the one that was
+        removed there: it may begin too low, where the true record still comes but nothing leads.
+        """
         return self._unbroken(0)
 
     def records(self, lowest: int = 0) -> Iterator[VersionRecord]:

@@ -77,7 +77,7 @@ class ObjectBackend(ABC):
     No object may have the name of a folder that others are in: a disk could not hold both.
 
     Every method raises `StoreError` (or a leaf of it) where the disk or the service fails, and `InputError` for a
-    name that `check_object_name` refuses. What a method has returned from is durable.
+    name that `check_object_name` refuses. What a method has returned from is durable, except for `hint`.
     """
 
     @property
@@ -92,7 +92,8 @@ class ObjectBackend(ABC):
         A reader sees no object or the whole of it, also after a crash.
 
         Raises:
-            ObjectExistsError: there is one already, maybe this very one (a retried request): read it to know.
+            ObjectExistsError: there is one already, maybe this very one (a retried request): read it to know. It is
+                durable, whoever wrote it.
         """
 
     @abstractmethod
@@ -113,6 +114,13 @@ class ObjectBackend(ABC):
     @abstractmethod
     def replace(self, name: str, data: Buffer) -> None:
         """Write a small object over whatever is there; a reader sees the old bytes or the new, whole."""
+
+    def hint(self, name: str, data: Buffer) -> None:
+        """Write a small object that nobody relies on, as `replace` does, but without waiting for a disk.
+
+        After a power cut it may be the old one, or empty.
+        """
+        self.replace(name, data)
 
     @abstractmethod
     def read(self, name: str) -> bytes:

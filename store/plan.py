@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deltacast.delta.errors import FormatError, MissingObjectError, StoreError, VerificationError
+from deltacast.store.fetch import ObjectRef
 from deltacast.store.folds import FoldRef, list_folds
 from deltacast.store.log import VersionLog
-from deltacast.store.records import ObjectRef, VersionRecord
+from deltacast.store.records import VersionRecord
 from deltacast.store.snapshots import Manifest, list_snapshots, read_manifest
 
 __all__ = [
@@ -85,7 +86,7 @@ class Way:
     cost_bytes: int
 
 
-def find_plan(log: VersionLog, have: int | None, want: int) -> Plan:
+def find_plan(log: VersionLog, have: int | None, want: int, *, without: Collection[str] = ()) -> Plan:
     """Find the way to a version that takes the fewest bytes.
 
     Reads one version file in 65 between the two, one listing of folds, and, unless updates alone are sure to be
@@ -96,6 +97,7 @@ def find_plan(log: VersionLog, have: int | None, want: int) -> Plan:
         have: the version that the reader has; None for none. One that the store has no more is as good as none, and
             so is one above `want`.
         want: the version to get.
+        without: names of containers and manifests that were found to be of no use.
 
     Raises:
         StoreError: no such version, or nothing leads there.
@@ -109,11 +111,11 @@ def find_plan(log: VersionLog, have: int | None, want: int) -> Plan:
     way: Way | None = None
     if have is not None and have < want:
         records = _records(log, have, want)
-        way = cheapest_way(records, folds, have, want)
+        way = cheapest_way(records, folds, have, want, without=without)
         if way is not None and way.cost_bytes <= records[0].num_words:  # no word takes less than a byte
             return Plan(have, want, None, way.steps)
-    for manifest, records in usable_snapshots(log, -1 if way is None or have is None else have + 1, want):
-        after = cheapest_way(records, folds, manifest.version, want)
+    for manifest, records in usable_snapshots(log, 0 if way is None else lowest + 1, want, without=without):
+        after = cheapest_way(records, folds, manifest.version, want, without=without)
         if after is None:
             continue
         whole = manifest.weights_bytes + READ_COST_BYTES * len(manifest.files) + after.cost_bytes
@@ -131,13 +133,16 @@ def _records(log: VersionLog, lowest: int, highest: int) -> list[VersionRecord]:
     return [record for record in log.records(lowest) if record.version <= highest]
 
 
-def usable_snapshots(log: VersionLog, lowest: int, want: int) -> Iterator[tuple[Manifest, list[VersionRecord]]]:
+def usable_snapshots(
+    log: VersionLog, lowest: int, want: int, *, without: Collection[str] = ()
+) -> Iterator[tuple[Manifest, list[VersionRecord]]]:
     """Yield snapshots that are what the log says, newest first; others are logged and passed over.
 
     Args:
         log: the store's versions.
         lowest: only of versions from here on.
         want: and up to here.
+        without: names of manifests that are not even looked at.
 
     Yields:
         Each manifest, and the records from `want` down to its version.
@@ -146,8 +151,9 @@ def usable_snapshots(log: VersionLog, lowest: int, want: int) -> Iterator[tuple[
         StoreError: the store failed.
         ChecksumError, FormatError: a version file on the way is damaged.
     """
-    listed = [(version, path) for version, path in list_snapshots(log.backend) if lowest <= version <= want]
-    for version, path in sorted(listed, reverse=True):
+    for version, path in sorted(list_snapshots(log.backend), reverse=True):
+        if not lowest <= version <= want or path in without:
+            continue
         records = _records(log, version, want)
         if not records or records[-1].version != version:
             continue  # of a version that was removed, or never came to be
@@ -173,7 +179,9 @@ def require_snapshot_of(manifest: Manifest, record: VersionRecord) -> None:
                                 expected=expected, found=found)  # fmt: skip
 
 
-def cheapest_way(records: Iterable[VersionRecord], folds: Iterable[FoldRef], start: int, want: int) -> Way | None:
+def cheapest_way(
+    records: Iterable[VersionRecord], folds: Iterable[FoldRef], start: int, want: int, *, without: Collection[str] = ()
+) -> Way | None:
     """Return the cheapest way between two versions: a shortest path over versions, in O(versions + folds).
 
     Args:
@@ -181,6 +189,7 @@ def cheapest_way(records: Iterable[VersionRecord], folds: Iterable[FoldRef], sta
         folds: what may stand for several updates; those between other versions do not count.
         start: where to begin.
         want: where to go.
+        without: names of containers that cannot be used.
 
     Returns:
         The way; None if none leads there.
@@ -191,6 +200,8 @@ def cheapest_way(records: Iterable[VersionRecord], folds: Iterable[FoldRef], sta
     last: dict[int, Step] = {}
     for version in sorted(known):  # every step goes up, so whatever a step begins at is settled
         for step in into[version]:
+            if step.object.path in without:
+                continue
             cost = costs.get(step.base.version, _FAR) + step.object.num_bytes + READ_COST_BYTES
             if cost < costs.get(version, _FAR):
                 costs[version], last[version] = cost, step

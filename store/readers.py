@@ -7,25 +7,21 @@ reader stops doing so. It protects versions, it gives no right to anything.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
-
-from deltacast.delta.errors import FormatError, InputError, MissingObjectError
+from deltacast.delta.errors import FormatError, InputError, MissingObjectError, StoreError
 from deltacast.delta.table import check_name
+from deltacast.store.names import READERS, is_lease_path, lease_path
 from deltacast.store.objects import ObjectBackend, ObjectInfo
-from deltacast.store.signing import seal, unseal
+from deltacast.store.sealed import seal, unseal
 
-__all__ = ["MAX_TTL_S", "READERS", "Lease", "list_leases", "register_reader", "unregister_reader"]
+__all__ = ["MAX_TTL_S", "Lease", "list_leases", "register_reader", "unregister_reader"]
 
-READERS: Final = "readers/"
 MAX_TTL_S: Final = 7 * 86400.0
 """How long a reader that is gone, or a lease that nobody can read, may keep old versions from being removed."""
 
 _MAX_LEASE_BYTES: Final = 4096
-_LEASE_PATH: Final = re.compile(r"readers/[0-9a-f]{32}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +41,6 @@ class Lease:
     version: int
     expires_s: float
     num_bytes: int
-
-
-def lease_path(name: str) -> str:
-    """Return where a reader's lease lies: a digest of its name, for no object is ever named by a reader."""
-    return f"{READERS}{xxhash.xxh3_128_hexdigest(check_name(name).encode())}.json"
 
 
 def register_reader(
@@ -74,7 +65,7 @@ def register_reader(
         raise InputError("versions count from 0", found=version)
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
         raise InputError("a lease cannot last so long", expected=f"above 0 and at most {MAX_TTL_S} s", found=ttl_s)
-    path = lease_path(name)
+    path = lease_path(check_name(name))
     fields = {"path": path, "name": name, "version": version, "ttl_ms": math.ceil(ttl_s * 1000)}
     backend.replace(path, seal(fields, signing_key))
     info = backend.stat(path)
@@ -88,17 +79,17 @@ def unregister_reader(backend: ObjectBackend, name: str) -> None:
         InputError: not a name.
         StoreError: the store could not remove it; it ends by itself.
     """
-    backend.delete(lease_path(name))
+    backend.delete(lease_path(check_name(name)))
 
 
 def list_leases(backend: ObjectBackend, *, signing_key: bytes | None = None) -> tuple[Lease, ...]:
     """Return every lease there is, also those that have ended: compare `expires_s` with `backend.now_s()`.
 
-    A lease that cannot be read (damaged, unsigned where a key is configured) counts as one of version 0 for
-    `MAX_TTL_S`: better to keep too much than to take from a reader what it needs.
+    A lease that cannot be read (damaged, somebody's own, unsigned where a key is configured) counts as one of version 0
+    for `MAX_TTL_S`: better to keep too much than to take from a reader what it needs.
 
     Raises:
-        StoreError: the store could not list or read.
+        StoreError: the store could not list.
     """
     found = (_read_lease(backend, info, signing_key) for info in backend.list(READERS))
     return tuple(lease for lease in found if lease is not None)
@@ -107,7 +98,7 @@ def list_leases(backend: ObjectBackend, *, signing_key: bytes | None = None) -> 
 def _read_lease(backend: ObjectBackend, info: ObjectInfo, signing_key: bytes | None) -> Lease | None:
     """Return a lease; None if its reader has unregistered meanwhile."""
     unreadable = Lease(info.name, None, 0, info.modified_s + MAX_TTL_S, info.num_bytes)
-    if info.num_bytes > _MAX_LEASE_BYTES or not _LEASE_PATH.fullmatch(info.name):
+    if info.num_bytes > _MAX_LEASE_BYTES or not is_lease_path(info.name):
         return unreadable
     try:
         fields = unseal(backend.read(info.name), signing_key, info.name)
@@ -115,6 +106,6 @@ def _read_lease(backend: ObjectBackend, info: ObjectInfo, signing_key: bytes | N
         ttl_s = fields.number("ttl_ms", highest=int(MAX_TTL_S * 1000)) / 1000
     except MissingObjectError:
         return None
-    except FormatError:
+    except (FormatError, StoreError):  # damaged, or the disk or its owner does not let us
         return unreadable
     return Lease(info.name, name, version, info.modified_s + ttl_s, info.num_bytes)

@@ -1,4 +1,4 @@
-"""What a store says about its versions: records, the files that hold them, and the names of objects.
+"""What a store says about its versions: records, and the files that hold them.
 
 `run.json` says which run a store belongs to. `versions/<v>.json` is what makes version v: it says everything about v,
 and repeats the records of the 64 versions before it, so that who walks back needs one read in 64. docs/store.md is
@@ -8,131 +8,40 @@ normative. No path is taken on trust: each is what the versions and the digest b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Self
 
-import xxhash
-
-from deltacast.delta.codec.envelope import MAX_RUN_ID_BYTES, Fields, as_format_error
+from deltacast.delta.codec.envelope import Fields, as_format_error
 from deltacast.delta.errors import InputError
-from deltacast.delta.table import check_name
-from deltacast.store.objects import Buffer
-from deltacast.store.signing import seal, unseal
+from deltacast.store.fetch import ObjectRef, content_digest
+from deltacast.store.names import RUN_PATH, parse_manifest_path, update_path, version_path
+from deltacast.store.sealed import check_digest, check_number, check_run_id, seal, unseal
 
 __all__ = [
-    "MAX_VERSION_FILE_BYTES",
-    "FOLDS",
     "MAX_RUN_FILE_BYTES",
+    "MAX_VERSION_FILE_BYTES",
     "NUM_RECENT",
-    "RUN_PATH",
-    "VERSIONS",
-    "ObjectRef",
     "RunRecord",
     "SnapshotRef",
     "UpdateRef",
     "VersionFile",
     "VersionRecord",
-    "content_digest",
-    "fold_path",
-    "parse_fold_path",
-    "parse_version_path",
-    "update_path",
-    "version_path",
 ]
 
-RUN_PATH: Final = "run.json"
-VERSIONS: Final = "versions/"
-FOLDS: Final = "folds/"
 NUM_RECENT: Final = 64
 """How many earlier records a version file repeats."""
 MAX_VERSION_FILE_BYTES: Final = 1 << 20
 MAX_RUN_FILE_BYTES: Final = 1 << 12
 
 _FORMAT: Final = 1
-_MAX_VERSION: Final = (1 << 63) - 1
-_DIGEST: Final = re.compile(r"xxh3_128:[0-9a-f]{32}")
 _NONCE: Final = re.compile(r"[0-9a-f]{16}")
 _TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
-_VERSION_PATH: Final = re.compile(r"versions/([0-9]{20})\.json")
-_FOLD_PATH: Final = re.compile(r"folds/([0-9]{20})-([0-9]{20})-([0-9a-f]{32})\.dcu")
-_MANIFEST_PATH: Final = re.compile(r"snapshots/([0-9]{20})-[0-9a-f]{8,64}/manifest\.json")
-
-
-def content_digest(data: Buffer) -> str:
-    """Return the digest of an object's bytes, written `xxh3_128:<hex>`."""
-    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
-
-
-def version_path(version: int) -> str:
-    """Return the name of a version's file."""
-    return f"versions/{version:020}.json"
-
-
-def parse_version_path(path: str) -> int | None:
-    """Return the version whose file has this name; None if it is no version file's name."""
-    found = _VERSION_PATH.fullmatch(path)
-    return int(found[1]) if found and int(found[1]) <= _MAX_VERSION else None
-
-
-def update_path(base: int, target: int, digest: str) -> str:
-    """Return the name of an update's container, given the content digest of its bytes."""
-    return f"updates/{base:020}-{target:020}-{_hex(digest)}.dcu"
-
-
-def fold_path(base: int, target: int, digest: str) -> str:
-    """Return the name of a fold's container, given the content digest of its bytes."""
-    return f"folds/{base:020}-{target:020}-{_hex(digest)}.dcu"
-
-
-def parse_fold_path(path: str) -> tuple[int, int, str] | None:
-    """Return base, target and content digest of the fold of this name; None if it is no fold's name."""
-    found = _FOLD_PATH.fullmatch(path)
-    if found is None or not int(found[1]) < int(found[2]) <= _MAX_VERSION:
-        return None
-    return int(found[1]), int(found[2]), f"xxh3_128:{found[3]}"
-
-
-def _hex(digest: str) -> str:
-    return digest.removeprefix("xxh3_128:")
 
 
 def _check(value: object, pattern: re.Pattern[str], what: str) -> None:
     if type(value) is not str or not pattern.fullmatch(value):
         raise InputError(f"bad {what}", expected=pattern.pattern, found=ascii(value)[:80])
-
-
-def _check_number(value: object, what: str) -> None:
-    if type(value) is not int or not 0 <= value <= _MAX_VERSION:
-        raise InputError(f"bad {what}", expected="0 to 2^63 - 1", found=ascii(value)[:80])
-
-
-def _check_run_id(run_id: str) -> None:
-    if len(check_name(run_id).encode()) > MAX_RUN_ID_BYTES:
-        raise InputError("run_id is too long", expected=f"at most {MAX_RUN_ID_BYTES} bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """An object, and what its bytes must be.
-
-    Attributes:
-        path: its name in the store.
-        num_bytes: its size.
-        digest: content digest, `xxh3_128:<hex>` of its bytes.
-
-    Raises:
-        InputError: a size or digest that cannot be.
-    """
-
-    path: str
-    num_bytes: int
-    digest: str
-
-    def __post_init__(self) -> None:
-        _check_number(self.num_bytes, "size")
-        _check(self.digest, _DIGEST, "digest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +59,8 @@ class UpdateRef:
     num_changed: int
 
     def __post_init__(self) -> None:
-        _check_number(self.base_version, "base version")
-        _check_number(self.num_changed, "number of changes")
+        check_number(self.base_version, "base version")
+        check_number(self.num_changed, "number of changes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +80,11 @@ class SnapshotRef:
     weights_bytes: int
 
     def __post_init__(self) -> None:
-        _check(self.path, _MANIFEST_PATH, "path of a manifest")
-        _check(self.digest, _DIGEST, "digest")
-        _check_number(self.num_bytes, "size")
-        _check_number(self.weights_bytes, "size")
+        if type(self.path) is not str or parse_manifest_path(self.path) is None:
+            raise InputError("not the path of a manifest", found=ascii(self.path)[:200])
+        check_digest(self.digest)
+        check_number(self.num_bytes, "size")
+        check_number(self.weights_bytes, "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +123,19 @@ class VersionRecord:
     previous: str | None
 
     def __post_init__(self) -> None:
-        _check_run_id(self.run_id)
+        check_run_id(self.run_id)
         for number in (self.epoch, self.version, self.num_words, self.optimizer_step or 0):
-            _check_number(number, "version, epoch, step or number of words")
+            check_number(number, "version, epoch, step or number of words")
         for digest in (self.state_digest, self.table_digest, self.previous):
             if digest is not None:
-                _check(digest, _DIGEST, "digest")
+                check_digest(digest)
         _check(self.writer, _NONCE, "writer")
         _check(self.published, _TIME, "time")
         if self.update is None and self.snapshot is None:
             raise InputError("a version with neither update nor snapshot", version=self.version)
         if self.update is not None:
             self._check_update(self.update)
-        if self.snapshot is not None and int(self.snapshot.path[10:30]) != self.version:
+        if self.snapshot is not None and parse_manifest_path(self.snapshot.path) != self.version:
             raise InputError("another version's snapshot", version=self.version, found=self.snapshot.path)
 
     def _check_update(self, update: UpdateRef) -> None:
@@ -362,14 +272,14 @@ class RunRecord:
     first_version: int = 0
 
     def __post_init__(self) -> None:
-        _check_run_id(self.run_id)
+        check_run_id(self.run_id)
         _check(self.created, _TIME, "time")
-        _check_number(self.first_version, "first version")
+        check_number(self.first_version, "first version")
 
     def to_bytes(self, key: bytes | None) -> bytes:
         """Return the sealed file."""
-        fields: Mapping[str, object] = {"path": RUN_PATH, "format": _FORMAT, "run_id": self.run_id,
-                                        "created": self.created, "first_version": self.first_version}  # fmt: skip
+        fields = {"path": RUN_PATH, "format": _FORMAT, "run_id": self.run_id, "created": self.created,
+                  "first_version": self.first_version}  # fmt: skip
         return seal(fields, key)
 
     @classmethod

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from deltacast.delta.codec import decode_update
-from deltacast.delta.errors import FormatError, MissingObjectError, VerificationError
+from deltacast.delta.errors import DeltacastError, FormatError, MissingObjectError, StoreError, VerificationError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.store.fetch import fetch_ref
 from deltacast.store.log import VersionLog
@@ -54,30 +54,42 @@ def read_step(log: VersionLog, step: Step, *, threads: int = 1) -> WeightUpdate:
     return update
 
 
-def replay(log: VersionLog, steps: Iterable[Step], *, threads: int = 1) -> Iterator[WeightUpdate]:
+def replay(
+    log: VersionLog, steps: Iterable[Step], *, threads: int = 1, unusable: dict[str, DeltacastError] | None = None
+) -> Iterator[WeightUpdate]:
     """Yield what steps stand for, in order, one at a time in memory.
 
     A fold that is gone or not what it should be is done without: the updates that it stands for come instead.
 
+    Args:
+        log: the store's versions.
+        steps: what to read.
+        threads: for the decoder.
+        unusable: gets the name of each container that cannot be read, and why; with what it holds already, updates
+            among them are not tried again.
+
     Raises:
         As `read_step`, for updates.
     """
+    unusable = {} if unusable is None else unusable
     for step in steps:
         try:
             update = read_step(log, step, threads=threads)
-        except (FormatError, VerificationError, MissingObjectError) as err:
+        except (FormatError, VerificationError, StoreError) as err:
+            unusable[step.object.path] = err
             if not step.is_fold:
                 raise
             _LOG.warning("fold %s cannot be used: %s", step.object.path, err)
-            yield from replay(log, _unfolded(log, step), threads=threads)
+            yield from replay(log, _unfolded(log, step, unusable), threads=threads, unusable=unusable)
         else:
             yield update
+            del update  # before the next one is decoded: the caller may have let go of it by now
 
 
-def _unfolded(log: VersionLog, fold: Step) -> tuple[Step, ...]:
+def _unfolded(log: VersionLog, fold: Step, unusable: Collection[str]) -> tuple[Step, ...]:
     low, high = fold.base.version, fold.target.version
     records = [record for record in log.records(low) if record.version <= high]
-    way = cheapest_way(records, (), low, high)
+    way = cheapest_way(records, (), low, high, without=unusable)
     if way is None:
         raise MissingObjectError("the updates that a fold stands for are gone", version=high, found=fold.object.path,
                                  hint="Plan again.")  # fmt: skip

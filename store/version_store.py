@@ -1,8 +1,8 @@
 """The durable store of a run's versions: what a trainer publishes, and how anybody gets any of it back.
 
-`VersionStore` is the one entry. Behind it: `records.py` (what is said about versions), `log.py` (find and read that),
-`writer.py` (publish), `plan.py`, `replay.py` and `folds.py` (get from one version to another), `checkout.py` (make a
-version a folder), `snapshots.py`, `gc.py`, `fsck.py`. docs/store.md says what a reader may rely on.
+`VersionStore` is the one entry, and decides nothing itself: each method says which module does. `writer.py` publishes;
+`log.py` finds versions; `plan.py`, `replay.py` and `materialize.py` get them. docs/store.md says what a reader may rely
+on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,18 +25,19 @@ from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.store.anchors import Anchors, anchor_due
 from deltacast.store.backends import open_backend
-from deltacast.store.checkout import materialize
 from deltacast.store.fetch import fetch
 from deltacast.store.folds import FOLD_WIDTH, FoldRef, aligned_spans, fold_updates, list_folds, write_fold
 from deltacast.store.fsck import FsckReport, check
 from deltacast.store.gc import DAY_S, GcReport, collect
 from deltacast.store.log import VersionLog
+from deltacast.store.materialize import materialize
+from deltacast.store.names import RUN_PATH
 from deltacast.store.objects import ObjectBackend
 from deltacast.store.plan import Plan, Step, cheapest_way, find_plan, require_snapshot_of
 from deltacast.store.readers import Lease, register_reader, unregister_reader
-from deltacast.store.records import MAX_RUN_FILE_BYTES, RUN_PATH, RunRecord, SnapshotRef, VersionRecord
+from deltacast.store.records import MAX_RUN_FILE_BYTES, RunRecord, SnapshotRef, VersionRecord
 from deltacast.store.replay import read_step, replay
-from deltacast.store.signing import check_key
+from deltacast.store.sealed import check_key, is_signed
 from deltacast.store.snapshots import Manifest, write_snapshot
 from deltacast.store.writer import Writer, utc_now
 
@@ -49,18 +50,22 @@ class VersionStore:
     """One run's versions, kept in a folder or a bucket.
 
     Any number of processes may read, each with its own object. Of writers only one goes on: see `claim`. One object is
-    for one thread at a time, except that reading methods may be called from several. Made by `create` or `open`.
+    for one thread at a time, except that reading methods, `fold_aligned` and `add_anchor` may be called from others
+    while it publishes. Methods that change the store raise `InputError`, and change nothing, if it is signed and was
+    opened without its key. Made by `create` or `open`.
 
     Attributes:
         backend: where the objects are.
         signing_key: with one, everything written is signed, and nothing is read that is not.
+        is_signed: whether the store was made with a key. Without that key it can be read, and not changed.
         run_id: the lineage of versions.
         version_log: the version files themselves.
     """
 
-    def __init__(self, backend: ObjectBackend, run: RunRecord, signing_key: bytes | None) -> None:
+    def __init__(self, backend: ObjectBackend, run: RunRecord, signing_key: bytes | None, *, is_signed: bool) -> None:
         self.backend = backend
         self.signing_key = signing_key
+        self.is_signed = is_signed
         self.run_id = run.run_id
         self.version_log = VersionLog(backend, run.run_id, signing_key)
         self._writer = Writer(backend, run, signing_key)
@@ -90,11 +95,14 @@ class VersionStore:
             backend.create(RUN_PATH, run.to_bytes(key))
         except ObjectExistsError as err:
             raise ObjectExistsError(f"there is a store at {backend.url} already", hint="Open it.") from err
-        return cls(backend, run, key)
+        return cls(backend, run, key, is_signed=key is not None)
 
     @classmethod
     def open(cls, where: str | os.PathLike[str] | ObjectBackend, *, signing_key: bytes | None = None) -> Self:
         """Open a store that is there, to read or to write.
+
+        A store is signed or not from its first file on. Without its key a signed one is only read; with a key one that
+        is not signed is refused here.
 
         Raises:
             InputError: a bad URL or key.
@@ -109,7 +117,7 @@ class VersionStore:
         except MissingObjectError as err:
             raise MissingObjectError(f"there is no store at {backend.url}", hint="`deltacast store init` makes one.") \
                 from err  # fmt: skip
-        return cls(backend, RunRecord.from_bytes(raw, key), key)
+        return cls(backend, RunRecord.from_bytes(raw, key), key, is_signed=is_signed(raw))
 
     def close(self) -> None:
         """Let go of connections; may be called twice."""
@@ -193,6 +201,7 @@ class VersionStore:
             FencedError: this object was fenced before, or lost too many times in a row.
             StoreError: the store failed; claim again.
         """
+        self._require_key()
         self._writer.claim()
 
     def publish_snapshot(
@@ -217,6 +226,7 @@ class VersionStore:
             InputError: `version` is not the next one, or the source breaks its contract.
             FencedError, StoreError: as `publish_update`, but it cannot be repeated: look at `head` first.
         """
+        self._require_key()
         write = partial(
             self._write_snapshot, source, shard_bytes=shard_bytes, extra_files=extra_files, threads=threads,
             progress=progress,
@@ -231,7 +241,8 @@ class VersionStore:
         Args:
             update: from the newest version to the next. Sparse patches need base values or the delta form. The epoch
                 that is written is this writer's; the update's own does not count.
-            folds: make the aligned folds that end here too (`fold_aligned`).
+            folds: make the aligned folds that end here before returning. Every eighth publish takes longer for it; who
+                must not wait passes False, and calls `fold_aligned` elsewhere once the version is out.
             threads: for the codec.
 
         Raises:
@@ -242,6 +253,7 @@ class VersionStore:
                 goes on from it.
             StoreError: the store failed; the version may have been published. Publish it again.
         """
+        self._require_key()
         record = self._writer.publish_update(update, threads=threads)
         if folds:
             self.fold_aligned(record.version, threads=threads)
@@ -265,6 +277,7 @@ class VersionStore:
             StoreError: no such version, or the store failed. There is no anchor then.
             VerificationError: the source has other weights; what was written of them is never used.
         """
+        self._require_key()
         record = self.record(version)
         manifest, ref = self._write_snapshot(
             source, version, shard_bytes=shard_bytes, extra_files=extra_files, threads=threads, progress=progress
@@ -280,18 +293,19 @@ class VersionStore:
         """
         return anchor_due(self.version_log, anchors or Anchors())
 
-    def plan(self, have: int | None, want: int | None = None) -> Plan:
+    def plan(self, have: int | None, want: int | None = None, *, without: Collection[str] = ()) -> Plan:
         """Find the way to a version that takes the fewest bytes: a snapshot or none, then updates and folds.
 
         Args:
             have: the version that the reader has; None for none.
             want: the version to get; None for the newest.
+            without: names of containers and manifests that were found to be of no use.
 
         Raises:
             StoreError: no such version, or nothing leads there.
             ChecksumError, FormatError: a version file on the way is damaged.
         """
-        return find_plan(self.version_log, have, self._newest() if want is None else want)
+        return find_plan(self.version_log, have, self._newest() if want is None else want, without=without)
 
     def read_update(self, step: Step, *, threads: int = 1) -> WeightUpdate:
         """Read one container of a plan, proven to be what the version files say.
@@ -315,7 +329,7 @@ class VersionStore:
     ) -> VersionRecord:
         """Write a version (None: the newest) as a checkpoint folder, proven bit by bit, or not at all.
 
-        Arguments and errors as `deltacast.store.checkout.materialize`.
+        Arguments and errors as `deltacast.store.materialize.materialize`.
         """
         version = self._newest() if version is None else version
         return materialize(self.version_log, version, Path(out), threads=threads, progress=progress)
@@ -330,6 +344,7 @@ class VersionStore:
             StoreError: no such versions, or no updates between them.
             ChecksumError, FormatError, VerificationError: an update is damaged.
         """
+        self._require_key()
         if target < base + 2:
             raise InputError(
                 "a fold stands for two updates or more", expected=f"a target above {base + 1}", found=target
@@ -344,7 +359,8 @@ class VersionStore:
     def fold_aligned(self, version: int, *, threads: int = 1) -> list[FoldRef]:
         """Make the folds of 8, 64, 512, ... updates that end at a version where it is a multiple of these.
 
-        Folds are a cache: what cannot be made is logged and left.
+        Folds are a cache: what cannot be made is logged and left. Any process may call it, at any time, once the
+        version is published.
         """
         made: list[FoldRef] = []
         versions = self.versions() if version % FOLD_WIDTH == 0 else range(0)
@@ -359,6 +375,7 @@ class VersionStore:
         self, keep: int, *, min_age_s: float = DAY_S, dry_run: bool = False, progress: Progress | None = None
     ) -> GcReport:
         """Remove all but the newest `keep` versions and what readers need; `deltacast.store.gc.collect` says how."""
+        self._require_key()
         return collect(self.version_log, keep, min_age_s=min_age_s, dry_run=dry_run, progress=progress)
 
     def fsck(self, *, progress: Progress | None = None) -> FsckReport:
@@ -367,11 +384,18 @@ class VersionStore:
 
     def register_reader(self, name: str, version: int, ttl_s: float) -> Lease:
         """Keep versions from `version` on from being removed; as `deltacast.store.readers.register_reader`."""
+        self._require_key()
         return register_reader(self.backend, name, version, ttl_s, signing_key=self.signing_key)
 
     def unregister_reader(self, name: str) -> None:
         """End a reader's lease; as `deltacast.store.readers.unregister_reader`."""
         unregister_reader(self.backend, name)
+
+    def _require_key(self) -> None:
+        """Raise if what is about to be written could not be read by those who have the store's key."""
+        if self.is_signed and self.signing_key is None:
+            raise InputError("the store is signed, and only read without its key", found=self.backend.url,
+                             hint="Open it with the signing key to change it.")  # fmt: skip
 
     def _newest(self) -> int:
         versions = self.versions()

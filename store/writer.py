@@ -26,25 +26,16 @@ from deltacast.delta.errors import (
     FencedError,
     InputError,
     MissingObjectError,
+    ObjectExistsError,
     StoreError,
     TableError,
 )
 from deltacast.delta.patch import WeightUpdate
-from deltacast.store.log import HEAD_PATH, VersionLog, head_hint
+from deltacast.store.fetch import ObjectRef, content_digest
+from deltacast.store.log import VersionLog, head_hint
+from deltacast.store.names import HEAD_PATH, VERSIONS, parse_version_path, update_path
 from deltacast.store.objects import ObjectBackend
-from deltacast.store.records import (
-    NUM_RECENT,
-    VERSIONS,
-    ObjectRef,
-    RunRecord,
-    SnapshotRef,
-    UpdateRef,
-    VersionFile,
-    VersionRecord,
-    content_digest,
-    parse_version_path,
-    update_path,
-)
+from deltacast.store.records import NUM_RECENT, RunRecord, SnapshotRef, UpdateRef, VersionFile, VersionRecord
 from deltacast.store.snapshots import Manifest
 
 __all__ = ["Writer", "utc_now"]
@@ -137,16 +128,15 @@ class Writer:
             StoreError: the store failed; the version may have been published. Publish it again to know.
         """
         tip = self.open()
-        head = None if tip is None else tip.record
-        if head is not None and head.writer == self.nonce and _leads_to(update, head):
-            return head
-        head = self._require_follows(update, head)
+        if tip is not None and tip.record.writer == self.nonce and _leads_to(update, tip.record):
+            return self._commit(tip)  # an attempt that failed may have created the file, and not made it durable
+        head = self._require_follows(update, None if tip is None else tip.record)
         assert self._epoch is not None
         data = encode_update(replace(update, epoch=self._epoch), values="delta", signing_key=self._key, threads=threads)
         digest = content_digest(data)
         ref = ObjectRef(update_path(head.version, update.target_version, digest), len(data), digest)
         self._backend.write(ref.path, [data])
-        return self._commit(
+        return self._publish(
             version=update.target_version, state_digest=update.target_digest, table_digest=head.table_digest,
             num_words=head.num_words, optimizer_step=update.optimizer_step,
             update=UpdateRef(ref, head.version, update.num_changed),
@@ -175,7 +165,7 @@ class Writer:
         if version not in (None, following):
             raise InputError("versions of a store follow one another without a gap", expected=following, found=version)
         manifest, ref = write(following)
-        return self._commit(
+        return self._publish(
             version=following, state_digest=manifest.state_digest, table_digest=manifest.table_digest,
             num_words=manifest.num_words, optimizer_step=optimizer_step, snapshot=ref,
         )  # fmt: skip
@@ -204,11 +194,11 @@ class Writer:
                              hint="publish_snapshot publishes such a version whole.")  # fmt: skip
         return head
 
-    def _commit(
+    def _publish(
         self, *, version: int, state_digest: str, table_digest: str, num_words: int, optimizer_step: int | None,
         update: UpdateRef | None = None, snapshot: SnapshotRef | None = None,
     ) -> VersionRecord:  # fmt: skip
-        """Make a version, whose objects are all written, exist."""
+        """Publish a version whose objects are all written."""
         assert self._epoch is not None
         tip = self._tip
         record = VersionRecord(
@@ -216,32 +206,56 @@ class Writer:
             table_digest=table_digest, num_words=num_words, published=utc_now(), optimizer_step=optimizer_step,
             update=update, snapshot=snapshot, previous=None if tip is None else tip.digest,
         )  # fmt: skip
-        file = VersionFile(record, () if tip is None else (tip.record, *tip.recent)[:NUM_RECENT])
-        raw = file.to_bytes(self._key)
+        return self._commit(VersionFile(record, () if tip is None else (tip.record, *tip.recent)[:NUM_RECENT]))
+
+    def _commit(self, file: VersionFile) -> VersionRecord:
+        """Make a version exist, durably; one of ours that exists already stays as it is."""
+        raw, version = file.to_bytes(self._key), file.record.version
+        file = replace(file, digest=content_digest(raw))
         self._knows_tip = False  # until all is well, what stands in the store is to be looked at
         self._create(file, raw)
         self._require_newest(file)
-        self._tip, self._knows_tip = replace(file, digest=content_digest(raw)), True
+        self._tip, self._knows_tip = file, True
         try:
-            self._backend.replace(HEAD_PATH, head_hint(record.version))
+            self._backend.hint(HEAD_PATH, head_hint(version))
         except StoreError as err:
-            _LOG.warning("version %d is published, but HEAD could not be moved to it: %s", record.version, err)
-        return record
+            _LOG.warning("version %d is published, but HEAD could not be moved to it: %s", version, err)
+        return file.record
 
     def _create(self, file: VersionFile, raw: bytes) -> None:
-        """Create a version file, or find out that an earlier attempt whose answer was lost has done so."""
+        """Create a version file; twice, if the first attempt fails.
+
+        What failed may have made the file and not made it durable: to be told by the second that there is one does.
+        """
         try:
-            self._backend.create(file.path, raw)
-        except StoreError as err:  # "there is one already" may well mean our own: requests are retried below us
             try:
-                found = self._log.read(file.record.version)
-            except MissingObjectError:
-                raise err from None
-            except StoreError as unread:
-                raise StoreError("whether the version was published is not known", version=file.record.version,
-                                 found=err, hint="Publish it again.") from unread  # fmt: skip
-            if found != file:
-                raise self._fence(found.record) from err
+                self._backend.create(file.path, raw)
+            except ObjectExistsError:
+                raise
+            except StoreError as err:
+                _LOG.warning("version %d is created once more: %s", file.record.version, err)
+                self._backend.create(file.path, raw)
+        except StoreError as err:
+            self._settle(file, err)
+
+    def _settle(self, file: VersionFile, failure: StoreError) -> None:
+        """Find out what came of a create that failed; return if it has made our file, durably.
+
+        "There is one already" may well mean our own: requests are retried below us, and their answers get lost.
+        """
+        version = file.record.version
+        try:
+            found = self._log.read(version)
+        except MissingObjectError:
+            raise failure from None
+        except StoreError as err:
+            raise StoreError("whether the version was published is not known", version=version, found=failure,
+                             hint="Publish it again.") from err  # fmt: skip
+        if found.digest != file.digest:
+            raise self._fence(found.record) from failure
+        if not isinstance(failure, ObjectExistsError):
+            raise StoreError("the version was published, but a power cut may undo it", version=version, found=failure,
+                             hint="Publish it again.") from failure  # fmt: skip
 
     def _require_newest(self, file: VersionFile) -> None:
         """Raise if there are higher versions: a writer that slept may create a number anew that was removed.

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and what it refers to exists."""
+"""The README's examples run as they stand, and what it refers to exists."""
 
 from __future__ import annotations
 
@@ -7,29 +7,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_runs_and_prints_a_verified_round(tmp_path: Path) -> None:
-    """In a process of its own, from another folder, with warnings as errors."""
-    text = README.read_text()
-    match = re.search(r"<!-- example:begin -->\n```python\n(.*?)```", text, re.DOTALL)
+def ran(example: str, folder: Path, max_lines: int) -> str:
+    """Run an example of the README in a process of its own, from another folder, with warnings as errors."""
+    match = re.search(rf"<!-- {example}:begin -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert match is not None
-    example = match[1]
-    assert len([line for line in example.splitlines() if line.strip()]) <= 16
-    script = tmp_path / "example.py"
-    script.write_text(example)
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "committed version 1 (from 0)" in ran.stdout
-    assert "verified by 1 of 1 workers" in ran.stdout
+    assert len([line for line in match[1].splitlines() if line.strip()]) <= max_lines
+    (folder / "example.py").write_text(match[1])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "example.py"],
+        cwd=folder, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_runs_and_prints_a_verified_round(tmp_path: Path) -> None:
+    """The fifteen lines."""
+    output = ran("example", tmp_path, 16)
+    assert "committed version 1 (from 0)" in output
+    assert "verified by 1 of 1 workers" in output
+
+
+def test_the_example_with_a_store_leaves_its_versions(tmp_path: Path) -> None:
+    """Two versions, and the newest as a checkpoint that the stock library reads."""
+    assert ran("store-example", tmp_path, 17).startswith("[1, 0] xxh3_128:")
+    (weights,) = (tmp_path / "version-1").glob("*.safetensors")
+    assert set(load_file(weights)) == {"bias", "weight"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -8,7 +8,7 @@ baseline moves by exactly what was sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from deltacast.delta.bits import Words, copy_bits
 from deltacast.delta.chunks.device import Lane, SumBuffer, pinned
 from deltacast.delta.chunks.headers import Begin, Sums
+from deltacast.delta.chunks.kept import KeptChunk, KeptRound, on_host
 from deltacast.delta.chunks.plan import ChunkPlan, Span
 from deltacast.delta.chunks.proof import require_sums
 from deltacast.delta.chunks.walk import ParamChanges, changes_of
 from deltacast.delta.errors import CapacityError, CorruptionError, InputError, TableError
 from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, gather_group, masks
+from deltacast.delta.memory import WordMemory
 from deltacast.delta.state import WeightState
 from deltacast.delta.threads import in_order
 
@@ -61,8 +63,8 @@ class SentChunk:
 class ChunkSender:
     """Diffs a baseline against new tensors by the kernels, round after round, in buffers that are made once.
 
-    One thread uses it. A round is `begin`, `chunks` to its end, `sums`, and `advance` at COMMIT; after anything else
-    the next `begin` forgets it. Only `advance` moves the baseline.
+    One thread uses it. A round is `begin`, `chunks` to its end, `sums`, maybe `keep`, and `advance` at COMMIT; after
+    anything else the next `begin` forgets it. Only `advance` moves the baseline.
 
     Args:
         baseline: the weights that every worker holds. On `device`, or on the host: then chunks of it are copied
@@ -78,6 +80,8 @@ class ChunkSender:
         plan: groups and chunks.
         groups: the plan's groups over the baseline.
         keeps_old: as given.
+        in_place: whether the new tensors of the chunk launched last lie where they lay last round, and the baseline is
+            on the device: then launching allocates nothing, so that it never waits for other kernels.
         nbytes: device memory of everything that is kept, about.
 
     Raises:
@@ -101,7 +105,7 @@ class ChunkSender:
         self.device = device
         self._state, self._threads = baseline, threads
         self._capacities = self.plan.capacities(max_density)
-        self._diffing, self._copying = Lane(device), Lane(device)
+        self._diffing, self._copying, self._keeping = Lane(device), Lane(device), Lane(device)
         self._staged = any(memory.tensor.device != device for memory in baseline.memories)
         self.keeps_old = keeps_old
         self._ahead = 0 if self._staged and keeps_old else _AHEAD  # old words are read while they are on the device
@@ -116,9 +120,12 @@ class ChunkSender:
         self._slabs = self._make_slabs()
         self._totals = pinned(len(self.plan.spans), device)
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
-        self._in_place = False  # whether the new tensors of the chunk launched last lie where they lay last round
+        self.in_place = False
         self._sent: list[SentChunk] = []
         self._after: NDArray[np.uint64] | None = None
+        self._old_sums: NDArray[np.uint64] | None = None
+        self._old_read: torch.cuda.Event | None = None  # when `keep` needs the baseline no more,
+        self._kept: torch.cuda.Event | None = None  # and the arenas
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +153,7 @@ class ChunkSender:
         self._sent.clear()
         self._after = None
         self._diffing.follow_caller()
+        self._diffing.follow(self._kept)
         with self._diffing.active():
             self._found.reset()
 
@@ -166,7 +174,7 @@ class ChunkSender:
         """
         launches = self._launches(iter(tensors))
         waiting = deque(islice(launches, self._ahead))
-        if self._runs_on and self._in_place:
+        if self._runs_on and self.in_place:
             waiting.extend(islice(launches, _AHEAD))  # enough to do until every worker is READY
         return self._settled(launches, waiting)
 
@@ -184,10 +192,36 @@ class ChunkSender:
             old_sums[places] = new_sums - new + old
         hint = "Restart this trainer from its weights; workers keep theirs."
         require_sums(self._state.table, read, base, CorruptionError, "the trainer's baseline is damaged", hint=hint)
-        self._after = after
+        self._after, self._old_sums = after, old_sums
         changed = np.flatnonzero((after != base) | (old_sums != 0))
         digest = self._state.table.state_digest(after)
         return Sums(changed.astype(np.uint32), after[changed], old_sums[changed]), digest
+
+    def keep(self) -> KeptRound:
+        """Copy the round and the words that it overwrites to host memory that the caller owns.
+
+        Call it after `sums` and before `advance`. With a baseline on the device nothing is waited for: the copies run
+        beside what comes next, and what would overwrite their source waits for them there. Memory: on the host 4 bytes
+        and the word twice for each change, on the device a word for each until the copies are done.
+        """
+        assert self._after is not None
+        assert self._old_sums is not None
+        assert self._state.version is not None
+        sent = [chunk for chunk in self._sent if chunk.changes.num_changes]
+        self._keeping.follow(self._diffing.mark())
+        with self._keeping.active():
+            old = [self._words_before(chunk) for chunk in sent]
+            self._old_read = self._keeping.mark()
+            sources = [tensor for chunk in sent for tensor in chunk.tensors] + old
+            kept = [
+                KeptChunk(chunk.span, *(on_host(tensor) for tensor in (*chunk.tensors, words)))
+                for chunk, words in zip(sent, old, strict=True)
+            ]
+            self._kept = self._keeping.mark()
+        return KeptRound(
+            self._state.table, self.groups, self.plan.members, kept, self._kept, sources, self._state.version,
+            self._state.fingerprints.copy(), self._after, self._old_sums,
+        )  # fmt: skip
 
     def advance(self, version: int) -> None:
         """Apply what was found to the baseline, and move it to a version. Call it at COMMIT only.
@@ -240,9 +274,9 @@ class ChunkSender:
     def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
         pointed = 0
         for number, span in enumerate(self.plan.spans):
-            self._in_place = True
+            self.in_place = not self._staged
             while pointed < span.num_params:
-                self._in_place &= self._point(pointed, next(source, None))
+                self.in_place &= self._point(pointed, next(source, None))
                 pointed += 1
             yield self._launch(number, span)
         for left in range(pointed, len(self.plan.order)):  # empty ones, which no chunk needs
@@ -281,7 +315,7 @@ class ChunkSender:
         """
         while True:
             waiting.extend(islice(launches, 1))
-            if self._runs_on and self._in_place:
+            if self._runs_on and self.in_place:
                 waiting.extend(islice(launches, 1))
             if not waiting:
                 break
@@ -314,7 +348,21 @@ class ChunkSender:
         params = group.params_of(span.first_block, span.num_blocks)
         group.release_new(param for param in params if group.first_blocks[param + 1] <= end_block)
 
+    def _words_before(self, sent: SentChunk) -> torch.Tensor:
+        """Return the words that a chunk overwrites; of a baseline on the host they are read there, and waited for."""
+        if not self._staged:
+            return gather_group(self.groups[sent.span.group], sent.changes)
+        old = torch.empty_like(sent.changes.values, device="cpu")
+        words = old.numpy()
+
+        def read(memory: WordMemory, change: ParamChanges) -> None:
+            words[change.part] = memory.read(change.positions).view(words.dtype)
+
+        self._on_memories(sent, read)
+        return old
+
     def _write_on_device(self) -> None:
+        self._diffing.follow(self._old_read)
         with self._diffing.active():
             for sent in self._sent:
                 number = sent.span.group
@@ -323,15 +371,22 @@ class ChunkSender:
         self._diffing.lead_caller()
 
     def _write_to_host(self) -> None:
-        """Scatter on the host, many parameters at a time."""
         for sent in self._sent:
-            group, members = self.groups[sent.span.group], self.plan.members[sent.span.group]
-            counts, offsets, values = (tensor.cpu().numpy() for tensor in sent.tensors)
-            changes = changes_of(group, sent.span.first_block, counts, offsets.view(np.uint16))
+            values: Words = sent.changes.values.cpu().numpy()
 
-            def write(change: ParamChanges, members: Sequence[int] = members, values: Words = values) -> None:
-                memory = self._state.memories[members[change.param]]
+            def write(memory: WordMemory, change: ParamChanges, values: Words = values) -> None:
                 memory.write(change.positions, values[change.part].view(memory.numpy_word))
 
-            for _ in in_order(write, changes, self._threads):
-                pass
+            self._on_memories(sent, write)
+
+    def _on_memories(self, sent: SentChunk, act: Callable[[WordMemory, ParamChanges], None]) -> None:
+        """Call `act` with each parameter's changes and memory on the host, many parameters at a time."""
+        group, members = self.groups[sent.span.group], self.plan.members[sent.span.group]
+        counts, offsets = (tensor.cpu().numpy() for tensor in (sent.changes.counts, sent.changes.offsets))
+        changes = changes_of(group, sent.span.first_block, counts, offsets.view(np.uint16))
+
+        def one(change: ParamChanges) -> None:
+            act(self._state.memories[members[change.param]], change)
+
+        for _ in in_order(one, changes, self._threads):
+            pass

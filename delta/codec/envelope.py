@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -55,8 +56,8 @@ def load_json(raw: bytes, what: str) -> Fields:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise FormatError("a JSON key appears twice", found=ascii(next(key for key in keys if keys.count(key) > 1)))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise FormatError("a JSON key appears twice", found=ascii(twice))
     return value
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deltacast.engines.base import TrainerInitInfo, WorkerInitInfo
     from deltacast.engines.clients import InProcessClient
     from deltacast.engines.registry import trainer_engine, worker_engine
+    from deltacast.store.version_store import VersionStore
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "ServingDType": "deltacast.delta.sources",
     "StateDictSource": "deltacast.delta.module_source",
     "TrainerInitInfo": "deltacast.engines.base",
+    "VersionStore": "deltacast.store.version_store",
     "WeightState": "deltacast.delta.state",
     "WorkerInitInfo": "deltacast.engines.base",
     "apply_update": "deltacast.delta.apply",
@@ -46,6 +48,7 @@ __all__ = [
     "ServingDType",
     "StateDictSource",
     "TrainerInitInfo",
+    "VersionStore",
     "WeightState",
     "WorkerInitInfo",
     "__version__",

@@ -33,7 +33,7 @@ Exit codes:
   1    a mismatch: checkpoints differ, a digest is another, an update is for another base
   2    usage: an option, a path that is missing or taken, an input that cannot be used
   3    bad data: a damaged or foreign file, a wrong signature
-  4    transport: a peer or the network failed
+  4    I/O: a peer, the network, a disk or the store failed
   70   a bug in deltacast (DELTACAST_TRACEBACK=1 shows where)
   130  interrupted
   141  the reader of stdout went away

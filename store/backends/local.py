@@ -22,25 +22,13 @@ from typing import Final
 
 from deltacast.delta.checkpoint_files import fsync_folder
 from deltacast.delta.errors import MissingObjectError, ObjectExistsError, StoreError
+from deltacast.store.disk_failures import DISK_HINTS, explained
 from deltacast.store.objects import Buffer, ObjectBackend, ObjectInfo, check_listing, check_object_name, is_object_name
 
 __all__ = ["LocalBackend"]
 
 _HIDDEN: Final = ".tmp"
 _NO_HARD_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_HINTS: Final = {
-    errno.ENOSPC: "Free space there (old versions: `deltacast store gc`), then try again.",
-    errno.EDQUOT: "This user's quota is used up: free space there, then try again.",
-    errno.EROFS: "The file system is read-only: mount it for writing, or use the store from where it is.",
-    errno.EACCES: "Give this user the right to write to the store's folder.",
-    errno.EPERM: "Give this user the right to write to the store's folder.",
-    errno.EIO: "The disk or the network file system failed: check it before anything else is written there.",
-    errno.ENOTDIR: "There is a file where a folder of the store should be: move it away.",
-    errno.EISDIR: "There is a folder where a file of the store should be: move it away.",
-    errno.ELOOP: "Symbolic links inside a store are not followed: put the file itself there.",
-    errno.ENOENT: "Was the store's folder removed while it was in use?",
-    errno.EFBIG: "The file system or this process's limit (ulimit -f) allows no file of that size.",
-}
 
 
 class LocalBackend(ObjectBackend):
@@ -61,12 +49,12 @@ class LocalBackend(ObjectBackend):
     def __init__(self, root: str | os.PathLike[str], *, create: bool = False) -> None:
         self._root = Path(os.path.realpath(root))
         if create:
-            with _explained("make the folder", self._root):
+            with explained("make the folder", self._root):
                 _make_folders(self._root)
         if not self._root.exists():
             raise MissingObjectError(f"there is no store at {self._root}: no such folder")
         if not self._root.is_dir():
-            raise StoreError(f"there is no store at {self._root}: not a folder", hint=_HINTS[errno.ENOTDIR])
+            raise StoreError(f"there is no store at {self._root}: not a folder", hint=DISK_HINTS[errno.ENOTDIR])
         self._kept = {self._root}  # folders whose names are known to be on disk
 
     @property
@@ -82,14 +70,18 @@ class LocalBackend(ObjectBackend):
 
         Raises:
             ObjectExistsError: there is one.
-            StoreError: the disk failed. If flushing the folder did, the object is there but may not survive a crash.
+            StoreError: the disk failed. If flushing the folder did, the object is there but may not survive a crash:
+                create it again, and the answer that there is one says that it does.
         """
 
         def link(draft: Path, target: Path) -> None:
-            with _explained("write", target):
+            with _placing(draft, target):
                 try:
                     _link(draft, target)
                 except FileExistsError as err:
+                    # Whoever made it may have died, or failed, before the folder was flushed; who is told of it
+                    # builds on it.
+                    fsync_folder(target.parent)
                     raise ObjectExistsError(f"there is an object {name} already in {self._root}") from err
 
         self._put(name, (data,), link)
@@ -103,7 +95,7 @@ class LocalBackend(ObjectBackend):
         """
 
         def link_or_renew(draft: Path, target: Path) -> None:
-            with _explained("write", target):
+            with _placing(draft, target):
                 try:
                     _link(draft, target)
                 except FileExistsError:
@@ -116,23 +108,22 @@ class LocalBackend(ObjectBackend):
 
     def replace(self, name: str, data: Buffer) -> None:
         """Write a small object over whatever is there; see `ObjectBackend.replace`."""
+        self._put(name, (data,), _rename)
 
-        def rename(draft: Path, target: Path) -> None:
-            with _explained("write", target):
-                os.rename(draft, target)
-
-        self._put(name, (data,), rename)
+    def hint(self, name: str, data: Buffer) -> None:
+        """Write a small object that nobody relies on; see `ObjectBackend.hint`. Flushes nothing."""
+        self._put(name, (data,), _rename, durable=False)
 
     def read(self, name: str) -> bytes:
         """Return a whole object; see `ObjectBackend.read`."""
         path = self._file(name)
-        with _explained("read", path), self._opened(name, path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+        with explained("read", path), self._opened(name, path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
             return file.read()
 
     def read_into(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with an object's bytes from `start` on; see `ObjectBackend.read_into`."""
         path, left, at = self._file(name), out.cast("B"), start
-        with _explained("read", path), self._opened(name, path) as fd:
+        with explained("read", path), self._opened(name, path) as fd:
             while left:
                 got = os.preadv(fd, [left], at)
                 if not got:
@@ -143,7 +134,7 @@ class LocalBackend(ObjectBackend):
     def stat(self, name: str) -> ObjectInfo:
         """Say an object's size and age; see `ObjectBackend.stat`."""
         path = self._file(name)
-        with _explained("read", path):
+        with explained("read", path):
             try:
                 found = os.lstat(path)
             except FileNotFoundError as err:
@@ -161,7 +152,7 @@ class LocalBackend(ObjectBackend):
     def delete(self, name: str) -> None:
         """Remove an object; that there is none is no error."""
         path = self._file(name)
-        with _explained("delete", path):
+        with explained("delete", path):
             try:
                 os.unlink(path)
             except FileNotFoundError:
@@ -175,7 +166,8 @@ class LocalBackend(ObjectBackend):
         """
         removed, now = 0, self.now_s()
         hidden = self._root / _HIDDEN
-        with _explained("sweep", hidden), os.scandir(hidden) as entries:
+        self._check_inside(hidden)  # a link in its place would have somebody else's files removed
+        with explained("sweep", hidden), os.scandir(hidden) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another sweep, or its writer, was faster
                     if now - entry.stat(follow_symlinks=False).st_mtime > older_than_s:
@@ -190,7 +182,7 @@ class LocalBackend(ObjectBackend):
         """
         draft, fd = self._new_draft()
         try:
-            with _explained("read the time of", draft):
+            with explained("read the time of", draft):
                 return os.fstat(fd).st_mtime
         finally:
             os.close(fd)
@@ -207,7 +199,7 @@ class LocalBackend(ObjectBackend):
 
     def _check_inside(self, folder: Path) -> None:
         if os.path.realpath(folder) != str(folder):
-            raise StoreError(f"{folder} leads out of the store", hint=_HINTS[errno.ELOOP])
+            raise StoreError(f"{folder} leads out of the store", hint=DISK_HINTS[errno.ELOOP])
 
     def _missing(self, name: str) -> MissingObjectError:
         return MissingObjectError(f"there is no object {name} in {self._root}")
@@ -238,7 +230,7 @@ class LocalBackend(ObjectBackend):
     def _entries(self, prefix: str) -> Sequence[tuple[str, os.DirEntry[str]]]:
         """Files and folders of a folder in the order of objects' names, in which a/x comes after a-b and a.b."""
         folder, found = self._root / prefix, []
-        with _explained("list", folder):
+        with explained("list", folder):
             try:
                 with os.scandir(folder) as entries:
                     for entry in entries:
@@ -249,28 +241,32 @@ class LocalBackend(ObjectBackend):
                 pass
         return sorted(found, key=lambda pair: pair[0])
 
-    def _put(self, name: str, pieces: Iterable[Buffer], place: Callable[[Path, Path], None]) -> int:
-        """Write a draft, let `place` give it its name, flush the folder."""
+    def _put(
+        self, name: str, pieces: Iterable[Buffer], place: Callable[[Path, Path], None], *, durable: bool = True
+    ) -> int:
+        """Write a draft, let `place` give it its name, flush the folder: two flushes for each object."""
         target = self._file(name)
-        draft, num_bytes = self._write_draft(pieces)
+        draft, num_bytes = self._write_draft(pieces, durable=durable)
         try:
             self._keep_folder(target.parent)
             place(draft, target)
         finally:
             _discard(draft)
-        with _explained("flush", target.parent):
-            fsync_folder(target.parent)
+        if durable:
+            with explained("flush", target.parent):
+                fsync_folder(target.parent)
         return num_bytes
 
-    def _write_draft(self, pieces: Iterable[Buffer]) -> tuple[Path, int]:
+    def _write_draft(self, pieces: Iterable[Buffer], *, durable: bool) -> tuple[Path, int]:
         draft, fd = self._new_draft()
         num_bytes = 0
         try:
             for piece in pieces:  # an OSError of the caller's own is passed on as it is
-                with _explained("write", draft):
+                with explained("write", draft):
                     num_bytes += _write_all(fd, piece)
-            with _explained("flush", draft):
-                os.fsync(fd)
+            if durable:
+                with explained("flush", draft):
+                    os.fsync(fd)
         except BaseException:
             _discard(draft)
             raise
@@ -281,7 +277,8 @@ class LocalBackend(ObjectBackend):
     def _new_draft(self) -> tuple[Path, int]:
         draft = self._root / _HIDDEN / secrets.token_hex(16)
         self._keep_folder(draft.parent)
-        with _explained("make a file in", draft.parent):
+        self._check_inside(draft.parent)  # each time: unlike a folder of objects it stands between two file systems
+        with explained("make a file in", draft.parent):
             return draft, os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def _keep_folder(self, folder: Path) -> None:
@@ -293,7 +290,7 @@ class LocalBackend(ObjectBackend):
             return
         self._keep_folder(folder.parent)
         self._check_inside(folder)
-        with _explained("make the folder", folder):
+        with explained("make the folder", folder):
             with suppress(FileExistsError):
                 os.mkdir(folder)
             fsync_folder(folder.parent)
@@ -301,15 +298,18 @@ class LocalBackend(ObjectBackend):
 
 
 @contextmanager
-def _explained(action: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a `StoreError` that says where, why, and what to do."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as err:
-        why = os.strerror(err.errno) if err.errno else str(err)
-        raise StoreError(f"cannot {action} {path}: {why}", hint=_HINTS.get(err.errno or 0)) from err
+def _placing(draft: Path, target: Path) -> Iterator[None]:
+    """Explain what refuses a draft its name; a draft that is gone was taken by somebody's `sweep`."""
+    with explained("write", target):
+        try:
+            yield
+        except FileNotFoundError as err:
+            if not draft.parent.is_dir() or os.path.lexists(draft):
+                raise
+            raise StoreError(
+                f"cannot write {target}: its draft was swept away, as that of a writer that died",
+                hint="Write it again. gc must wait (min_age_s) for longer than any writer is held up.",
+            ) from err
 
 
 def _link(draft: Path, target: Path) -> None:
@@ -324,6 +324,11 @@ def _link(draft: Path, target: Path) -> None:
             found=f"{target.parent} has none",
             hint="Keep the store on a file system that has them (ext4, xfs, NFS, Lustre), or in a bucket.",
         ) from err
+
+
+def _rename(draft: Path, target: Path) -> None:
+    with _placing(draft, target):
+        os.rename(draft, target)
 
 
 def _same_size(draft: Path, target: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 import secrets
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from command_line import Run, RunJson
 from deltacast.cli import app
+from deltacast.commands.failures import exit_code
+from deltacast.delta.errors import MissingObjectError, ObjectExistsError, StoreError
 from golden_checkpoint import (
     GOLDEN,
     GOLDEN_STATE_DIGEST,
@@ -180,9 +186,11 @@ def test_a_wrong_cache_publishes_nothing(chain: Path, tmp_path: Path, run: Run, 
 
 
 def test_other_parameters_need_a_snapshot(chain: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
-    """The error says so; a snapshot may have any table, and updates go on from it."""
+    """The error says so, and names the first; a snapshot may have any table, and updates go on from it."""
     grown = write_raw(tmp_path / "grown", stepped(1) | {"more": ("U8", [2], b"xy")})
-    assert "--snapshot" in run("store", "push", chain, grown, code=2).stderr
+    refused = run_json("store", "push", chain, grown, code=2)["error"]
+    assert (refused["parameter"], refused["expected"], refused["found"]) == ("more", "no such parameter", "uint8[2]")
+    assert "--snapshot" in refused["hint"]
     assert run_json("store", "push", chain, grown, "--snapshot")["kind"] == "snapshot"
     later = write_raw(tmp_path / "later", stepped(2) | {"more": ("U8", [2], b"xz")})
     assert run_json("store", "push", chain, later)["num_changed"] == 2
@@ -190,8 +198,35 @@ def test_other_parameters_need_a_snapshot(chain: Path, tmp_path: Path, run: Run,
     assert tensors_of(tmp_path / "out")["more"] == b"xz"
 
 
+def test_other_parameters_than_in_a_store_without_files(
+    store: str, base: Path, tmp_path: Path, run: Run, run_json: RunJson
+) -> None:
+    """Are refused as well, with the way out; nothing is published."""
+    run("store", "push", store, base)
+    grown = write_raw(tmp_path / "grown", stepped(1) | {"more": ("U8", [2], b"xy")})
+    assert "--snapshot" in run("store", "push", store, grown, code=2).stderr
+    assert len(run_json("store", "log", store)) == 1
+
+
+def test_the_newest_version_is_not_published_again(
+    store: str, base: Path, new: Path, run: Run, run_json: RunJson
+) -> None:
+    """So a push can be repeated, also by its number; an empty version is made for who asks for it."""
+    for checkpoint in (base, new):
+        run("store", "push", store, checkpoint)
+        assert "newest version already" in run("store", "push", store, checkpoint).stdout
+    again = run_json("store", "push", store, new, "--version", 1)
+    assert (again["published"], again["version"], again["state_digest"]) == (False, 1, NEXT_STATE_DIGEST)
+    assert "would be version 2" in run("store", "push", store, base, "--version", 1, code=2).stderr
+    assert len(run_json("store", "log", store)) == 2
+    empty = run_json("store", "push", store, new, "--allow-empty")
+    assert (empty["published"], empty["version"], empty["num_changed"]) == (True, 2, 0)
+    assert "nothing" in run("store", "log", store).stdout
+
+
 def test_a_version_number_is_only_confirmed(chain: Path, base: Path, run: Run, run_json: RunJson) -> None:
     """Versions have no gaps."""
+    assert "expected 10, found 8" in run("store", "push", chain, base, "--version", 8, code=2).stderr
     assert "expected 10, found 12" in run("store", "push", chain, base, "--version", 12, code=2).stderr
     assert run_json("store", "push", chain, base, "--version", 10)["version"] == 10
 
@@ -212,6 +247,70 @@ def _unlike(folder: Path) -> list[Path]:
         write_raw(folder / f"unlike{number}", GOLDEN | {"router": (code, shape, raw)})
         for number, raw in enumerate(raws)
     ]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Let every larger write of this process fail, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def noisy(seed: int) -> dict[str, Raw]:
+    """A checkpoint of 640 KiB; two seeds differ in three fifths of it, by noise."""
+    noise = np.random.default_rng(seed).bytes(384 << 10)
+    return {"noise": ("U8", [384 << 10], noise), "still": ("U8", [256 << 10], bytes(256 << 10))}
+
+
+def test_a_version_stands_without_its_anchor(tmp_path: Path, run: Run, run_json: RunJson) -> None:
+    """A warning and exit code 0, in both forms; pushing it again adds the anchor."""
+    store, (first, second, third) = tmp_path / "s", [write_raw(tmp_path / f"v{n}", noisy(n)) for n in range(3)]
+    run("store", "init", store)
+    run("store", "push", store, first)
+    with files_of_at_most(600_000):
+        document = run_json("store", "push", store, second)
+    assert (document["published"], document["version"], document["anchored"]) == (True, 1, False)
+    assert "store anchor" in document["warnings"][0]
+    assert run_json("store", "push", store, second) | {"warnings": []} == document | {
+        "published": False, "anchored": True, "warnings": [],
+    }  # fmt: skip
+    with files_of_at_most(600_000):
+        done = run("store", "push", store, third)
+    assert done.stderr.startswith("deltacast: warning: the version is published, but")
+    assert done.stderr.count("\n") == 1
+    assert (run_json("store", "fsck", store)["ok"], len(run_json("store", "log", store))) == (True, 3)
+
+
+def test_a_disk_that_is_full_is_no_usage_error(tmp_path: Path, base: Path, run: Run, run_json: RunJson) -> None:
+    """Exit code 4, whether it holds the store or what is pulled from it; nothing is left."""
+    store = tmp_path / "s"
+    run("store", "init", store)
+    with files_of_at_most(1000):
+        run("store", "push", store, base, code=4)
+    assert run_json("store", "log", store) == []
+    run("store", "push", store, base)
+    with files_of_at_most(1000):
+        run("store", "pull", store, "-o", tmp_path / "out", code=4)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_an_anchor_makes_a_version_stand_on_its_own(chain: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
+    """From what the store has; gc, which said what stands in its way, then lets older versions go."""
+    gc = ("store", "gc", chain, "--keep", 3, "--min-age-hours", 0)
+    assert "store anchor" in run(*gc).stdout
+    anchor = run_json("store", "anchor", chain, "--version", 7)
+    assert (anchor["version"], anchor["added"]) == (7, True)
+    assert run_json("store", "anchor", chain, "--version", 7) == anchor | {"added": False}
+    assert "was there already" in run("store", "anchor", chain, "--version", 7).stdout
+    assert run_json(*gc)["oldest"] == 7
+    run("store", "pull", chain, "-o", tmp_path / "out", "--version", 7)
+    assert tensors_of(tmp_path / "out") == raw_bytes(stepped(7))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "tiny"}
+    assert run_json("store", "anchor", chain)["version"] == 9
 
 
 def test_gc_keeps_what_was_asked_for(chain: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
@@ -268,6 +367,20 @@ def test_a_key_file_signs_and_is_asked_for(tmp_path: Path, run: Run, monkeypatch
     monkeypatch.delenv("DELTACAST_SIGNING_KEY_FILE")
     run("store", "init", tmp_path / "unsigned")
     assert "signed" in run("store", "log", tmp_path / "unsigned", *key, code=3).stderr
+    (tmp_path / "empty").touch()
+    assert "empty" in run("store", "log", store, "--key-file", tmp_path / "empty", code=2).stderr
+    run("store", "log", store, "--key-file", tmp_path / "none", code=2)
+
+
+def test_a_signed_store_is_not_written_without_its_key(tmp_path: Path, run: Run) -> None:
+    """Readers with the key would refuse all that comes after."""
+    (tmp_path / "key").write_bytes(b"secret")
+    store, key = tmp_path / "s", ("--key-file", tmp_path / "key")
+    run("store", "init", store, *key)
+    run("store", "push", store, write_raw(tmp_path / "v0", stepped(0)), *key)
+    assert "signed" in run("store", "push", store, write_raw(tmp_path / "v1", stepped(1)), code=2).stderr
+    run("store", "pull", store, "-o", tmp_path / "out", *key)
+    run("store", "pull", store, "-o", tmp_path / "unchecked")
 
 
 @pytest.mark.parametrize("args", [("log",), ("push", "x"), ("pull", "-o", "y"), ("fsck",), ("plan",)])
@@ -282,6 +395,42 @@ def test_without_a_store_the_way_to_one_is_said(
     assert run_json("store", command, where, *rest, code=2)["error"]["exit_code"] == 2
 
 
+@pytest.mark.parametrize(
+    "args", [("show", 12), ("pull", "-o", "out", "--version", 12), ("plan", "--want", 12), ("fold", 8, 12),
+             ("anchor", "--version", 12), ("export", "out", "--first", 12)],
+)  # fmt: skip
+def test_a_version_that_is_not_there_is_bad_input(
+    chain: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...]
+) -> None:
+    """The message says which there are."""
+    monkeypatch.chdir(tmp_path)
+    command, *rest = args
+    assert "expected 0 to 9, found 12" in run("store", command, chain, *rest, code=2).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_store_that_lost_an_object_is_not_bad_input(chain: Path, tmp_path: Path, run: Run) -> None:
+    """Exit code 4, and which command says more."""
+    (weights,) = chain.glob("snapshots/*/weights*")
+    weights.unlink()
+    assert "store fsck" in run("store", "pull", chain, "-o", tmp_path / "out", code=4).stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [StoreError("x"), OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken")])
+def test_a_store_or_a_disk_that_fails_exits_4(error: Exception) -> None:
+    """Try again, or look there: the input was right."""
+    assert exit_code(error) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [MissingObjectError("x"), ObjectExistsError("x"), PermissionError(), IsADirectoryError()]
+)
+def test_what_is_missing_or_taken_exits_2(error: Exception) -> None:
+    """The input was wrong."""
+    assert exit_code(error) == 2
+
+
 def test_a_store_without_files_is_fetched_from(store: str, tmp_path: Path, run: Run) -> None:
     """The second update's base is a snapshot and an update, which cannot be mapped where they lie."""
     for number in range(3):
@@ -292,16 +441,18 @@ def test_a_store_without_files_is_fetched_from(store: str, tmp_path: Path, run: 
 
 def test_a_bucket_is_a_store(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its URL; the same commands."""
+    url = f"s3://{BUCKET}/run"
     with s3_service() as endpoint:
         for name, value in environment(endpoint).items():
             monkeypatch.setenv(name, value)
-        url = f"s3://{BUCKET}/run"
         run("store", "init", url)
         for number in range(3):
             run("store", "push", url, write_raw(tmp_path / "next", stepped(number)), "--cache", tmp_path / "cache")
         run("store", "fsck", url)
+        run("store", "anchor", url)
         run("store", "pull", url, "-o", tmp_path / "out", "--version", 1)
     assert tensors_of(tmp_path / "out") == raw_bytes(stepped(1))
+    assert "try again" in run("store", "log", url, code=4).stderr
 
 
 def test_an_empty_store_has_nothing_to_pull(store: str, tmp_path: Path, run: Run, run_json: RunJson) -> None:
@@ -319,7 +470,8 @@ def test_export_and_import_are_each_others_way_back(chain: Path, tmp_path: Path,
     run("store", "init", tmp_path / "copy", "--first-version", 2)
     imported = run_json("store", "import", tmp_path / "copy", tmp_path / "shared")
     assert imported == rows
-    assert "delta" not in run("store", "import", tmp_path / "copy", tmp_path / "shared").stdout
+    assert "nothing new" in run("store", "import", tmp_path / "copy", tmp_path / "shared").stdout
+    run("store", "import", tmp_path / "copy", tmp_path / "none", code=2)
     run("store", "pull", tmp_path / "copy", "-o", tmp_path / "out", "--version", 7)
     assert tensors_of(tmp_path / "out") == raw_bytes(stepped(7))
 
@@ -336,5 +488,5 @@ def test_bench_store_measures_each_chain(tmp_path: Path, run: Run, run_json: Run
 def test_help_lists_every_command(run: Run) -> None:
     """With a line on what it does."""
     output = run("store", "--help").stdout
-    for command in ("init", "push", "pull", "log", "show", "plan", "fold", "gc", "fsck", "export", "import"):
+    for command in ("init", "push", "pull", "log", "show", "plan", "fold", "anchor", "gc", "fsck", "export", "import"):
         assert f"  {command} " in output

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -240,17 +241,14 @@ def test_a_writer_goes_on_once_the_disk_works_again(committed: Path, tmp_path: P
         assert_readable(VersionStore.open(root), 8, weights_of(8))
         assert check(store.version_log).damaged == ()
     why = {"full": "No space left on device", "failing": "Input/output error"}[fault]
-    assert len(refused) > 10
+    assert len(refused) > (10 if fault == "full" else 5)  # a create that fails once is made up for
     assert all(why in message for message in refused)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a flush of versions/ that fails after the link counts as published once the file is read back"
-)
 def test_what_has_been_published_is_durable_though_a_call_failed(committed: Path, tmp_path: Path) -> None:
     """Whatever call fails once: when a publish has returned, maybe the second one, a power cut takes nothing of it."""
-    update, lost = crash.next_update(7), {}
-    for at in range(1, 31):
+    update, at = crash.next_update(7), 0
+    for at in count(1):
         root = _copied(committed, tmp_path / str(at))
         store = VersionStore.open(root)
         with FailingDisk(root, "failing", at) as disk:
@@ -258,8 +256,21 @@ def test_what_has_been_published_is_durable_though_a_call_failed(committed: Path
                 store.publish_update(update, folds=False)
             except StoreError:
                 store.publish_update(update, folds=False)
-            lost[at, disk.calls[at - 1]] = disk.not_durable() & {"updates", "versions"}
-    assert not any(lost.values())
+            assert disk.not_durable().isdisjoint({"updates", "versions"}), (at, disk.calls)
+        if at > len(disk.calls):
+            break
+    assert at > 15
+
+
+def test_a_publish_waits_for_the_disk_four_times(committed: Path) -> None:
+    """Bytes and name of the update, then bytes and name of the version file; HEAD waits for nothing."""
+    store = VersionStore.open(committed)
+    store.publish_update(crash.next_update(7), folds=False)  # the first one also flushes the names of the folders
+    with FailingDisk(committed) as disk:
+        store.publish_update(crash.next_update(8), folds=False)
+    assert [call for call in disk.calls if call in ("fsync", "fdatasync", "link", "rename")] == [
+        "fsync", "link", "fsync", "fsync", "link", "fsync", "rename",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", ["full", "failing"])

@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import made_updates as made
 import store_setups as setups
 from deltacast.delta.codec import decode_update, encode_update
-from deltacast.delta.errors import FencedError, InputError, StoreError, VerificationError
-from deltacast.delta.module_source import StateDictSource
+from deltacast.delta.errors import FencedError, InputError, StoreError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.store.backends.memory import MemoryBackend
+from deltacast.store.fetch import content_digest
 from deltacast.store.folds import aligned_spans, fold_updates, list_folds
+from deltacast.store.names import fold_path, update_path
 from deltacast.store.objects import ObjectBackend
-from deltacast.store.records import content_digest, fold_path, update_path
 from deltacast.store.version_store import VersionStore
 
 
@@ -180,72 +180,6 @@ def test_other_names_among_folds_are_passed_over(memory: ObjectBackend) -> None:
                  fold_path(0, 9, "xxh3_128:" + "0" * 32), fold_path(5, 9, "xxh3_128:" + "0" * 32)):  # fmt: skip
         memory.write(name, [b"x"])
     assert [step.is_fold for step in store.plan(0).updates] == [False, False]
-
-
-def test_a_published_version_that_is_not_what_it_says_never_appears(memory: ObjectBackend, tmp_path: Path) -> None:
-    """A trainer that published a wrong digest: the folder does not appear, and the error names the version."""
-    store, weights = setups.filled_store(memory, 1)
-    new = setups.next_weights(weights[1], 5)
-    update = setups.update_between(weights[1], new, 1)
-    store.publish_update(replace(update, target_digest=setups.state_digest(weights[0])))
-    with pytest.raises(VerificationError, match=r"updates/.*does not make the version that it says.*version 2"):
-        store.materialize(2, tmp_path / "out")
-    store.materialize(1, tmp_path / "one")
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
-
-
-def test_a_folder_is_made_once_and_nowhere_else(memory: ObjectBackend, tmp_path: Path) -> None:
-    """Materialising over something, or into a folder that is not there, touches nothing."""
-    store, weights = setups.filled_store(memory, 1)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match="exists already"):
-        store.materialize(1, tmp_path / "there")
-    with pytest.raises(FileNotFoundError):
-        store.materialize(1, tmp_path / "no" / "out")
-    with pytest.raises(StoreError, match="versions 0 to 1"):
-        store.materialize(2, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    seen: list[int] = []
-    record = store.materialize(1, tmp_path / "out", progress=seen.append)
-    assert record == store.head()
-    assert sum(seen) > 0
-    assert setups.same(setups.folder_weights(tmp_path / "out"), weights[1])
-
-
-def test_tied_parameters_are_kept_once(memory: ObjectBackend, tmp_path: Path) -> None:
-    """A tied tensor is in the folder under one name, as transformers has it, and the digest counts it once."""
-    tensors = setups.tensors_of(setups.first_weights())
-    store = setups.new_store(memory)
-    store.publish_snapshot(StateDictSource(tensors | {"zz.tied": tensors["w"]}))
-    weights = setups.first_weights()
-    new = setups.next_weights(weights, 1)
-    store.publish_update(setups.update_between(weights, new, 0))
-    store.materialize(None, tmp_path / "out")
-    assert setups.same(setups.folder_weights(tmp_path / "out"), new)
-
-
-def test_an_object_that_goes_while_a_folder_is_made_costs_a_second_plan(memory: ObjectBackend, tmp_path: Path) -> None:
-    """Retention removes what the first plan needs; the second begins with a newer snapshot."""
-    store, weights = setups.filled_store(memory, 4)
-
-    class Collected(MemoryBackend):
-        done = False
-
-        def read_into(self, name: str, start: int, out: memoryview) -> None:
-            if name.startswith("updates/") and not self.done:
-                self.done = True
-                store.add_anchor(3, setups.source_of(weights[3]))
-                for version in range(3):
-                    self.delete(f"versions/{version:020}.json")
-                for info in list(self.list("updates/")):
-                    if int(info.name[29:49]) <= 3:
-                        self.delete(info.name)
-            super().read_into(name, start, out)
-
-    reader = VersionStore.open(Collected(memory.url.removeprefix("memory://")))
-    reader.materialize(4, tmp_path / "out")
-    assert setups.same(setups.folder_weights(tmp_path / "out"), weights[4])
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class StoreMachine(RuleBasedStateMachine):

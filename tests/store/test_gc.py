@@ -14,9 +14,9 @@ import pytest
 from deltacast.delta.errors import FencedError, FormatError, InputError, VerificationError
 from deltacast.store.backends.memory import MemoryBackend
 from deltacast.store.gc import DAY_S, GcReport
+from deltacast.store.names import version_path
 from deltacast.store.objects import Buffer, ObjectBackend
 from deltacast.store.readers import MAX_TTL_S, register_reader
-from deltacast.store.records import version_path
 from deltacast.store.version_store import VersionStore
 from store_setups import (
     KEY,

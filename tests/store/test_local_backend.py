@@ -112,6 +112,16 @@ class TestDurability:
         record()
         backend.write("a", [b"12"])
         assert record()[-1] == "fsync store/"
+        with pytest.raises(ObjectExistsError):
+            backend.create("a", b"12")
+        assert record() == ["fsync draft", "fsync store/", "unlink draft"]
+
+    def test_a_hint_waits_for_no_disk(self, backend: LocalBackend, record: Callable[[], list[str]]) -> None:
+        """It is renamed into its place, and nothing is flushed for it."""
+        backend.now_s()
+        record()
+        backend.hint("HEAD", b"7\n")
+        assert [call for call in record() if not call.startswith("unlink")] == ["rename draft HEAD"]
 
     def test_a_new_root_and_its_parents_are_flushed(self, tmp_path: Path, record: Callable[[], list[str]]) -> None:
         """Each folder that is made is flushed in the one above it."""

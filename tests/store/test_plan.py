@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 import store_setups as setups
 from deltacast.delta.errors import ChecksumError, MissingObjectError, StoreError, VerificationError
 from deltacast.store.backends.memory import MemoryBackend
+from deltacast.store.fetch import ObjectRef
 from deltacast.store.folds import FoldRef
+from deltacast.store.names import fold_path, update_path
 from deltacast.store.objects import ObjectBackend
 from deltacast.store.plan import READ_COST_BYTES, Plan, cheapest_way
-from deltacast.store.records import ObjectRef, UpdateRef, VersionRecord, fold_path, update_path
+from deltacast.store.records import UpdateRef, VersionRecord
+from deltacast.store.snapshots import list_snapshots
 from deltacast.store.version_store import VersionStore
 
 DIGEST = "xxh3_128:" + "5a" * 16
@@ -145,6 +148,29 @@ def test_a_snapshot_that_cannot_be_used_is_passed_over(
     assert plan.snapshot is not None
     assert (plan.snapshot.version, targets(plan)) == (0, [1, 2, 3])
     assert ("cannot be used" in caplog.text) == (how != "gone")
+
+
+def test_a_plan_does_without_what_it_is_told_to(memory: ObjectBackend) -> None:
+    """Each object that it named, in turn, until nothing leads there: no plan names one of them again."""
+    store, weights = setups.filled_store(memory, 9)
+    store.add_anchor(5, setups.source_of(weights[5]))
+    without: list[str] = []
+    starts: list[int] = []
+    while True:
+        try:
+            plan = store.plan(None, 9, without=without)
+        except StoreError:
+            break
+        assert plan.snapshot is not None
+        used = [plan.snapshot.path, *(step.object.path for step in plan.updates)]
+        assert set(used).isdisjoint(without)
+        starts.append(plan.snapshot.version)
+        without.append(used[1] if len(used) > 2 else used[0])
+    assert starts == [5, 0]  # without update 6 only the fold leads to 9, and without the fold nothing
+    last = store.record(9).update
+    assert last is not None
+    with pytest.raises(StoreError):
+        store.plan(8, without=[last.object.path, *(path for _, path in list_snapshots(memory))])
 
 
 def test_a_version_that_nothing_leads_to_is_named(memory: ObjectBackend) -> None:

@@ -10,22 +10,17 @@ from typing import Any
 import pytest
 
 from deltacast.delta.errors import ChecksumError, DeltacastError, FormatError, InputError
+from deltacast.store.fetch import ObjectRef, content_digest
+from deltacast.store.names import fold_path, update_path
 from deltacast.store.records import (
     MAX_VERSION_FILE_BYTES,
-    ObjectRef,
     RunRecord,
     SnapshotRef,
     UpdateRef,
     VersionFile,
     VersionRecord,
-    content_digest,
-    fold_path,
-    parse_fold_path,
-    parse_version_path,
-    update_path,
-    version_path,
 )
-from deltacast.store.signing import seal
+from deltacast.store.sealed import seal
 
 KEY = b"key"
 HEX = "0123456789abcdef" * 2
@@ -84,20 +79,6 @@ def test_the_largest_version_file_is_within_its_bound() -> None:
     raw = VersionFile(records[-1], tuple(records[-2::-1])).to_bytes(KEY)
     assert VersionFile.from_bytes(raw, KEY, big + 64).record == records[-1]
     assert len(raw) < MAX_VERSION_FILE_BYTES
-
-
-def test_paths_sort_by_version_and_come_back() -> None:
-    """Names are padded, so that a listing is in order of versions; other names are not taken for versions or folds."""
-    assert version_path(7) == "versions/00000000000000000007.json"
-    assert parse_version_path(version_path(2**63 - 1)) == 2**63 - 1
-    assert update_path(3, 4, DIGEST) == f"updates/00000000000000000003-00000000000000000004-{HEX}.dcu"
-    assert parse_fold_path(fold_path(3, 11, DIGEST)) == (3, 11, DIGEST)
-    for name in ("versions/7.json", "versions/00000000000000000007.json.tmp", "HEAD", "versions/" + "9" * 20 + ".json",
-                 "versions/0000000000000000000\u0667.json", "versions/0000000000000000007 .json"):  # fmt: skip
-        assert parse_version_path(name) is None, name
-    for name in (update_path(3, 4, DIGEST), fold_path(4, 4, DIGEST), fold_path(5, 4, DIGEST), "folds/x",
-                 fold_path(1, 10**19, DIGEST)):  # fmt: skip
-        assert parse_fold_path(name) is None, name
 
 
 def test_a_run_record_comes_back() -> None:

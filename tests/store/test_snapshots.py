@@ -33,9 +33,8 @@ from deltacast.delta.module_source import ModuleSource, StateDictSource
 from deltacast.delta.table import ParamMeta
 from deltacast.store.backends.local import LocalBackend
 from deltacast.store.backends.memory import MemoryBackend
-from deltacast.store.manifest import is_extra_name
 from deltacast.store.objects import ObjectBackend
-from deltacast.store.signing import seal
+from deltacast.store.sealed import seal
 from deltacast.store.snapshots import (
     Manifest,
     SnapshotFile,
@@ -46,6 +45,7 @@ from deltacast.store.snapshots import (
     read_manifest,
     write_snapshot,
 )
+from deltacast.store.snapshots.manifest import is_extra_name
 from fingerprint_twin import bytes_fingerprint, digests
 from tensor_bytes import WORDS, flipped, random_tensor, raw_bytes
 

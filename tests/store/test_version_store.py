@@ -6,11 +6,13 @@ import json
 import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import store_setups as setups
 from deltacast.delta.codec import decode_update
@@ -30,8 +32,10 @@ from deltacast.delta.errors import (
 from deltacast.delta.patch import WeightUpdate
 from deltacast.store.anchors import Anchors
 from deltacast.store.backends.memory import MemoryBackend
+from deltacast.store.names import version_path
 from deltacast.store.objects import Buffer, ObjectBackend, ObjectInfo
-from deltacast.store.records import VersionFile, VersionRecord, version_path
+from deltacast.store.records import VersionFile, VersionRecord
+from deltacast.store.sealed import seal
 from deltacast.store.version_store import VersionStore
 
 KINDS = ("memory", "local")
@@ -303,20 +307,27 @@ def test_a_writer_that_slept_cannot_bring_an_old_number_back(backend: ObjectBack
 
 
 class Flaky(MemoryBackend):
-    """Creates of version files fail in a chosen way: `after` (it happened), `before` (it did not), `late`."""
+    """Creates of version files fail in a chosen way: `after` (it happened), `before` (it did not), `late`.
+
+    So many `times`; by default once.
+    """
 
     how = ""
+    times = 1
     late: tuple[str, bytes] | None = None
     blind = False
 
     def create(self, name: str, data: Buffer) -> None:
         if not name.startswith("versions/") or not self.how:
             return super().create(name, data)
-        if self.how == "after":
-            super().create(name, data)
-        if self.how == "late":
+        how, self.times = self.how, self.times - 1
+        if not self.times:
+            self.how = ""
+        if how == "after":
+            with suppress(ObjectExistsError):
+                super().create(name, data)
+        if how == "late":
             self.late = name, bytes(data)
-        how, self.how = self.how, ""
         if how == "twice":
             super().create(name, data)
             return super().create(name, data)
@@ -346,9 +357,9 @@ def test_a_create_that_happened_is_success(flaky: tuple[Flaky, VersionStore], ho
 
 
 def test_a_create_that_did_not_happen_can_be_repeated(flaky: tuple[Flaky, VersionStore]) -> None:
-    """After a failure the same update is published again, by the same writer."""
+    """A writer tries twice; then the same update is published again, by the same writer."""
     backend, store = flaky
-    backend.how = "before"
+    backend.how, backend.times = "before", 2
     with pytest.raises(StoreError, match="timed out"):
         store.publish_update(an_update())
     assert store.versions() == range(1)
@@ -359,7 +370,7 @@ def test_a_create_that_did_not_happen_can_be_repeated(flaky: tuple[Flaky, Versio
 def test_a_create_that_nobody_can_tell_is_found_at_the_next_try(flaky: tuple[Flaky, VersionStore]) -> None:
     """It happened, but could not be read back: publishing the same update once more returns its record."""
     backend, store = flaky
-    backend.how, backend.blind = "after", True
+    backend.how, backend.times, backend.blind = "after", 2, True
     with pytest.raises(StoreError, match="not known"):
         store.publish_update(an_update())
     backend.blind = False
@@ -373,7 +384,7 @@ def test_a_create_that_nobody_can_tell_is_found_at_the_next_try(flaky: tuple[Fla
 def test_a_create_that_lands_late_is_not_overwritten(flaky: tuple[Flaky, VersionStore]) -> None:
     """A request that arrives after the writer looked for it wins its number; the writer's other update does not."""
     backend, store = flaky
-    backend.how = "late"
+    backend.how, backend.times = "late", 2
     with pytest.raises(StoreError):
         store.publish_update(an_update())
     assert backend.late is not None
@@ -383,6 +394,26 @@ def test_a_create_that_lands_late_is_not_overwritten(flaky: tuple[Flaky, Version
         store.publish_update(an_update(seed=6))
     assert backend.read(version_path(1)) == late[1]
     assert store.publish_update(an_update()) == store.head()
+
+
+def test_a_create_that_may_not_be_durable_is_no_success(flaky: tuple[Flaky, VersionStore]) -> None:
+    """Readers see the version, but its writer was not told that it is on the disk: publishing it again tells."""
+    backend, store = flaky
+    backend.how, backend.times = "after", 3
+    with pytest.raises(StoreError, match=r"a power cut may undo it.*Publish it again"):
+        store.publish_update(an_update())
+    assert store.versions() == range(2)
+    record = store.publish_update(an_update())  # once more told nothing, then that there is one
+    assert (backend.times, record) == (0, store.head())
+
+
+def test_one_failed_create_is_made_up_for(flaky: tuple[Flaky, VersionStore]) -> None:
+    """Whether it happened or not, the second attempt makes the version or finds it."""
+    for version, how in enumerate(("before", "after")):
+        backend, store = flaky
+        backend.how, backend.times = how, 1
+        weights = setups.first_weights()
+        assert store.publish_update(setups.update_between(weights, weights, version)).version == version + 1
 
 
 def test_a_head_that_cannot_be_moved_is_no_failure(memory: ObjectBackend, caplog: pytest.LogCaptureFixture) -> None:
@@ -508,6 +539,42 @@ def test_a_signed_store_is_read_with_its_key_only(memory: ObjectBackend, tmp_pat
         out = tmp_path / f"{key!r}"
         store.materialize(9, out)
         assert len(list(store.updates(store.plan(0)))) == 2
+
+
+def test_without_its_key_a_signed_store_is_only_read(memory: ObjectBackend) -> None:
+    """Whatever would change it is refused by name, and changes nothing; so what the key's owners read stays whole."""
+    store, weights = setups.filled_store(memory, 2, key=setups.KEY)
+    keyless = VersionStore.open(memory)
+    assert (store.is_signed, keyless.is_signed) == (True, True)
+    assert not VersionStore.open(setups.filled_store(setups.new_backend("memory", Path()), 0)[0].backend).is_signed
+    before = {name: memory.read(name) for name in names(memory)}
+    source = setups.source_of(weights[2])
+    for change in (
+        lambda: keyless.publish_update(setups.update_between(weights[2], weights[2], 2)),
+        lambda: keyless.publish_snapshot(source),
+        keyless.claim,
+        lambda: keyless.add_anchor(2, source),
+        lambda: keyless.fold(0, 2),
+        lambda: keyless.register_reader("reader", 2, 60),
+        lambda: keyless.gc(1, min_age_s=0),
+    ):
+        with pytest.raises(InputError, match=r"is signed.*signing key"):
+            change()
+    assert keyless.fold_aligned(8) == []
+    assert {name: memory.read(name) for name in names(memory)} == before
+    assert keyless.head() == store.head()
+
+
+def test_a_version_rests_on_the_bytes_of_the_one_before(memory: ObjectBackend) -> None:
+    """Not on what this code would write: a file in which a later writer says more is followed as it is."""
+    store, weights = setups.filled_store(memory, 1)
+    fields = json.loads(memory.read(version_path(1)))
+    del fields["checksum"], fields["signature"]
+    raw = seal({**fields, "mood": "good"}, None)
+    memory.replace(version_path(1), raw)
+    record = VersionStore.open(memory).publish_update(setups.update_between(weights[1], weights[1], 1))
+    assert record.previous == f"xxh3_128:{xxhash.xxh3_128(raw).hexdigest()}"
+    assert [each.version for each in store.log()] == [2, 1, 0]
 
 
 def test_with_a_key_an_unsigned_store_is_refused(memory: ObjectBackend) -> None:

@@ -12,6 +12,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,9 +20,10 @@ import torch
 from torch import nn
 
 from deltacast.delta.module_source import ModuleSource
-from deltacast.engines.base import TrainerInitInfo, WorkerInitInfo
+from deltacast.engines.base import Durability, TrainerInitInfo, WorkerInitInfo
 from deltacast.engines.report import WorkerReport
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
+from deltacast.store.version_store import VersionStore
 
 REPLY_S = 30.0
 TRAINER_DIES_AT = (
@@ -168,11 +170,19 @@ class NoClient:
         """Nothing to finish."""
 
 
-def train(pipe: Connection, info: TrainerInitInfo, step: str, at_round: int, how: signal.Signals) -> None:
+def train(
+    pipe: Connection,
+    info: TrainerInitInfo,
+    die: tuple[str, int, signal.Signals],
+    store: str = "",
+    durability: Durability = "after_commit",
+) -> None:
     """Run a trainer over the policy of seed 0; each command is one optimizer step and one round."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    DyingTrainer.die = (step, at_round, how)
+    if store:
+        info = replace(info, store=VersionStore.open(store), durability=durability)
+    DyingTrainer.die = die
     policy, client = Policy(0), NoClient()
     client.init_transfer_engine = pipe.send  # type: ignore[assignment, method-assign]
     trainer = DyingTrainer.trainer_init(info, ModuleSource(policy), client)
@@ -291,11 +301,12 @@ class WorkerProcess(EngineProcess):
 class TrainerProcess(EngineProcess):
     """A trainer of `info` that dies, or freezes, at one of `TRAINER_DIES_AT` of a round.
 
-    It says its worker init info first; then `step` makes it publish.
+    It says its worker init info first; then `step` makes it publish. With a store (where it is, and when a version is
+    in it) it opens that.
     """
 
-    def __init__(self, info: TrainerInitInfo, step: str, at_round: int, how: signal.Signals) -> None:
-        super().__init__(train, info, step, at_round, how)
+    def __init__(self, info: TrainerInitInfo, step: str, at_round: int, how: signal.Signals, *store: str) -> None:
+        super().__init__(train, info, (step, at_round, how), *store)
 
 
 class WorkerError(AssertionError):

@@ -37,9 +37,9 @@ def trainer_of(policy: Policy, client: Client, num_workers: int, **options: Any)
 
 
 @contextmanager
-def in_process(*policies: Policy) -> Iterator[tuple[list[SparseNcclWorker], InProcessClient]]:
-    """Make worker engines in this process and a client of theirs; they are shut down afterwards."""
-    workers = [SparseNcclWorker(ModuleSource(policy)) for policy in policies]
+def in_process(*policies: Policy, device: str = "cpu") -> Iterator[tuple[list[SparseNcclWorker], InProcessClient]]:
+    """Make worker engines in this process, where the policies are, and a client of theirs; shut down afterwards."""
+    workers = [SparseNcclWorker(ModuleSource(policy), device=device) for policy in policies]
     try:
         yield workers, InProcessClient(workers)
     finally:

@@ -1,4 +1,4 @@
-"""Exit codes, and how an error is said: one line on stderr, or one JSON document on stdout."""
+"""Exit codes, and how errors and warnings are said: one line on stderr, or in the JSON document on stdout."""
 
 from __future__ import annotations
 
@@ -24,32 +24,36 @@ __all__ = [
     "BROKEN_PIPE",
     "BUG",
     "INTERRUPTED",
+    "IO_FAILED",
     "MISMATCH",
-    "TRANSPORT",
     "USAGE",
     "exit_code",
+    "message",
     "report_failure",
+    "warn",
 ]
 
 MISMATCH: Final = 1
 USAGE: Final = 2
 BAD_DATA: Final = 3
-TRANSPORT: Final = 4
+IO_FAILED: Final = 4
 BUG: Final = 70
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 _UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]  # click's, or the copy that newer typers bring
 
+_PATHS: Final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""A path or an object that is missing, taken, or somebody else's; other failures of disks and stores are no usage."""
+
 _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (InputError, USAGE),
     (FormatError, BAD_DATA),
     (StateError, MISMATCH),
     (RoundAbortedError, MISMATCH),
-    (TransportError, TRANSPORT),
-    (ConnectionError, TRANSPORT),
-    (TimeoutError, TRANSPORT),
-    (OSError, USAGE),
+    (TransportError, IO_FAILED),
+    *((kind, USAGE) for kind in _PATHS),
+    (OSError, IO_FAILED),
     (_UsageError, USAGE),
     (typer.Abort, INTERRUPTED),
 )
@@ -83,11 +87,17 @@ def _sentence(error: Exception, code: int) -> str:
     if isinstance(error, _UsageError):
         context = getattr(error, "ctx", None)
         hint = f" (see {context.command_path} --help)" if context is not None else ""
-        return _message(error) + hint
-    return str(error) if isinstance(error, DeltacastError) else _message(error)
+        return message(error) + hint
+    return str(error) if isinstance(error, DeltacastError) else message(error)
 
 
-def _message(error: Exception) -> str:
+def warn(text: str) -> None:
+    """Say on stderr that a part of a command failed which the rest does not depend on."""
+    sys.stderr.write(printable(f"deltacast: warning: {text}") + "\n")
+
+
+def message(error: Exception) -> str:
+    """Say what an error is about, without the facts that stand beside it."""
     if isinstance(error, DeltacastError):
         return error.message
     if isinstance(error, OSError) and error.strerror:
@@ -98,7 +108,7 @@ def _message(error: Exception) -> str:
 
 
 def _facts(error: Exception) -> dict[str, Any]:
-    facts: dict[str, Any] = {"type": type(error).__name__, "message": _message(error)}
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": message(error)}
     if isinstance(error, DeltacastError):
         for key in ("parameter", "version", "rank", "expected", "found", "hint"):
             value = getattr(error, key)

@@ -6,7 +6,7 @@ from typing import Final
 
 import typer
 
-from deltacast.commands.store_care import fsck, gc
+from deltacast.commands.store_care import anchor, fsck, gc
 from deltacast.commands.store_exchange import export, import_
 from deltacast.commands.store_log import log, show
 from deltacast.commands.store_pull import fold, plan, pull
@@ -20,6 +20,6 @@ app: Final = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
 )
-for _command in (init, push, pull, log, show, plan, fold, gc, fsck, export):
+for _command in (init, push, pull, log, show, plan, fold, anchor, gc, fsck, export):
     app.command()(_command)
 app.command("import")(import_)

@@ -1,20 +1,75 @@
-"""`deltacast store gc` and `fsck`: remove what is not needed any more, and find what is damaged."""
+"""`deltacast store anchor`, `gc` and `fsck`: keep a store short, and find what is damaged in it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltacast.commands.console import human_bytes, print_facts, print_json, printable, progress
 from deltacast.commands.failures import MISMATCH
-from deltacast.commands.options import Json
-from deltacast.commands.store_options import KeyFile, Store, opened
+from deltacast.commands.options import DEFAULT_THREADS, Json, Threads
+from deltacast.commands.store_options import KeyFile, Store, opened, wanted
 
 if TYPE_CHECKING:
     from deltacast.store.fsck import FsckReport
+    from deltacast.store.gc import GcReport
+    from deltacast.store.plan import Plan
+    from deltacast.store.version_store import VersionStore
 
-__all__ = ["fsck", "gc"]
+__all__ = ["anchor", "fsck", "gc"]
+
+
+def anchor(
+    store: Store,
+    *,
+    version: Annotated[int | None, typer.Option(min=0, help="Of which version.", show_default="the newest")] = None,
+    key_file: KeyFile = None,
+    threads: Threads = DEFAULT_THREADS,
+    as_json: Json = False,
+) -> None:
+    """Add a snapshot of a version, so that getting it takes no older ones, and gc can remove those.
+
+    It is made from what the store has, in $TMPDIR, which needs room for the weights. Pushes do this where it is due.
+    """
+    with opened(store, key_file) as found:
+        way = found.plan(None, wanted(found, version))
+        added = bool(way.updates)
+        if added:
+            _add_anchor(found, way, threads)
+            way = found.plan(None, way.want)
+        assert way.snapshot is not None  # a plan from nothing
+        document = {
+            "store": found.backend.url,
+            "version": way.want,
+            "added": added,
+            "path": way.snapshot.path,
+            "num_bytes": way.snapshot.weights_bytes,
+        }
+    if as_json:
+        print_json(document)
+        return
+    print_facts(
+        {
+            "version": f"{way.want} of run {found.run_id}",
+            "snapshot": f"{way.snapshot.path}, {human_bytes(way.snapshot.weights_bytes)}",
+            "added": None if added else "nothing: it was there already",
+        }
+    )
+
+
+def _add_anchor(store: VersionStore, way: Plan, threads: int) -> None:
+    from deltacast.delta.checkpoint import CheckpointSource
+    from deltacast.store.snapshots import extra_files_of
+
+    whole = 0 if way.snapshot is None else way.snapshot.weights_bytes
+    with TemporaryDirectory(prefix="deltacast-") as scratch, progress(f"anchor version {way.want}", 3 * whole) as done:
+        weights = Path(scratch) / "weights"
+        store.materialize(way.want, weights, threads=threads, progress=done)  # written, then proven
+        with CheckpointSource(weights) as source:
+            store.add_anchor(way.want, source, extra_files=extra_files_of(weights), threads=threads, progress=done)
 
 
 def gc(
@@ -37,21 +92,29 @@ def gc(
         total = 0 if dry_run else found.gc(keep, min_age_s=3600 * min_age_hours, dry_run=True).num_bytes
         with progress("gc", total) as done:
             report = found.gc(keep, min_age_s=3600 * min_age_hours, dry_run=dry_run, progress=done)
+        first_kept = found.versions().stop - keep
     if as_json:
         print_json({
             "dry_run": dry_run, "versions": list(report.versions), "objects": list(report.objects),
             "num_bytes": report.num_bytes, "oldest": report.oldest, "held_by": list(report.held_by),
         })  # fmt: skip
         return
+    _show_gc(report, store, first_kept, dry_run=dry_run)
+
+
+def _show_gc(report: GcReport, store: str, first_kept: int, *, dry_run: bool) -> None:
     versions = report.versions
+    holders = ["a lease that cannot be read" if name is None else name for name in report.held_by]
+    is_chained = not holders and report.oldest is not None and report.oldest < first_kept
+    anchor_it = f"version {first_kept}, until deltacast store anchor {store} --version {first_kept}"
     print_facts(
         {
-            "removed" if not dry_run else "would remove": f"{len(versions):,} versions, {len(report.objects):,} other "
+            "would remove" if dry_run else "removed": f"{len(versions):,} versions, {len(report.objects):,} other "
             f"objects, {human_bytes(report.num_bytes)}",
             "versions": f"{versions[0]} to {versions[-1]}" if versions else None,
             "oldest version": report.oldest,
-            "held by": ", ".join("a lease that cannot be read" if name is None else name for name in report.held_by)
-            or None,
+            "needed by": anchor_it if is_chained else None,
+            "held by": ", ".join(holders) or None,
         }
     )
 

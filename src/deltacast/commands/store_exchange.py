@@ -12,7 +12,7 @@ import typer
 
 from deltacast.commands.console import human_bytes, print_json, print_table, progress
 from deltacast.commands.options import DEFAULT_THREADS, Json, Threads
-from deltacast.commands.store_options import KeyFile, Store, opened
+from deltacast.commands.store_options import KeyFile, Store, opened, wanted
 
 if TYPE_CHECKING:
     from deltacast.store.disk_delta_exchange import Exchanged
@@ -47,11 +47,13 @@ def export(
 
     exported: list[Exchanged] = []
     with opened(store, key_file) as found:
-        way = found.plan(None, first)
+        way = found.plan(None, wanted(found, first))
         each = 0 if way.snapshot is None else way.snapshot.weights_bytes
-        highest = found.versions().stop - 1 if last is None else last
+        highest = wanted(found, last)
         with progress(f"export {first} to {highest}", each * (highest - first + 1)) as done:
-            for one in export_versions(found, folder, first=first, last=last, encoding=encoding.value, threads=threads):
+            for one in export_versions(
+                found, folder, first=first, last=highest, encoding=encoding.value, threads=threads
+            ):
                 exported.append(one)
                 done(each)
     _report(exported, as_json=as_json)
@@ -87,6 +89,9 @@ def _report(versions: Iterable[Exchanged], *, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [asdict(one) for one in versions]
     if as_json:
         print_json(rows)
+        return
+    if not rows:
+        typer.echo("nothing new")
         return
     columns = ("version", "folder ", "bytes", "state digest ")
     print_table(columns, [(r["version"], r["kind"], human_bytes(r["num_bytes"]), r["state_digest"]) for r in rows])

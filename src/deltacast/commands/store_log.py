@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from deltacast.commands.console import human_bytes, print_facts, print_json, print_table
 from deltacast.commands.options import Json
-from deltacast.commands.store_options import KeyFile, Store, opened
+from deltacast.commands.store_options import KeyFile, Store, opened, wanted
 
 if TYPE_CHECKING:
     from deltacast.store.records import VersionRecord
     from deltacast.store.version_store import VersionStore
 
 __all__ = ["log", "show"]
+
+_DIGITS: Final = 8
+"""Of a digest, in a list: enough to see which versions are the same."""
 
 
 def log(
@@ -32,9 +35,12 @@ def log(
     if as_json:
         print_json(rows)
         return
-    columns = ("version", "published ", "step", "epoch", "changed", "bytes", "smaller", "state digest ")
+    if not rows:
+        typer.echo("no version yet: `deltacast store push` publishes one")
+        return
+    columns = ("version", "published, UTC ", "step", "changed", "bytes", "smaller", "digest ")
     print_table(columns, [_row(row) for row in rows])
-    if rows and limit == len(rows):
+    if limit == len(rows):
         typer.echo(f"the newest {limit:,} (--limit 0 lists all)")
 
 
@@ -72,11 +78,14 @@ def _document(record: VersionRecord, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return what fits a terminal of 80 columns; `show` and --json have the rest."""
     whole = row["kind"] == "snapshot"
+    changed = "whole" if whole else f"{row['density']:.3%}" if row["num_changed"] else "nothing"
     return (
-        row["version"], row["published"], "" if row["optimizer_step"] is None else row["optimizer_step"], row["epoch"],
-        "whole" if whole else f"{row['density']:.3%}", human_bytes(row["num_bytes"]),
-        "" if whole or row["times_smaller"] is None else f"{row['times_smaller']:.1f}x", row["state_digest"],
+        row["version"], row["published"][:16].replace("T", " "),
+        "" if row["optimizer_step"] is None else row["optimizer_step"], changed, human_bytes(row["num_bytes"]),
+        "" if whole or row["times_smaller"] is None else f"{row['times_smaller']:,.0f}x",
+        row["state_digest"].removeprefix("xxh3_128:")[:_DIGITS],
     )  # fmt: skip
 
 
@@ -92,7 +101,7 @@ def show(
     from deltacast.store.snapshots import list_snapshots
 
     with opened(store, key_file) as found:
-        record = found.record(version)
+        record = found.record(wanted(found, version))
         snapshots = [path for number, path in list_snapshots(found.backend) if number == version]
         folds = [fold.object.path for fold in list_folds(found.backend) if fold.target_version == version]
     document: dict[str, Any] = record.to_json() | {"snapshots": snapshots, "folds": folds}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from deltacast.commands.options import read_key
+from deltacast.delta.errors import InputError, MissingObjectError, StoreError
 
 if TYPE_CHECKING:
     from deltacast.store.version_store import VersionStore
 
-__all__ = ["KEY_FILE_VARIABLE", "KeyFile", "Store", "opened"]
+__all__ = ["KEY_FILE_VARIABLE", "KeyFile", "Store", "opened", "wanted"]
 
 KEY_FILE_VARIABLE: Final = "DELTACAST_SIGNING_KEY_FILE"
 
@@ -30,14 +33,42 @@ KeyFile = Annotated[
 ]
 
 
-def opened(store: str, key_file: Path | None) -> VersionStore:
-    """Open a store; the command closes it (`with`).
+@contextmanager
+def opened(store: str, key_file: Path | None) -> Generator[VersionStore]:
+    """Open a store for one command.
 
     Raises:
         InputError: no URL of a store, or an empty key.
-        StoreError: there is no store.
+        MissingObjectError: there is no store.
         FormatError: what says that there is one is damaged or not signed.
+        StoreError: it failed; also where it lacks an object that it names, which is not the user's mistake.
     """
     from deltacast.store.version_store import VersionStore
 
-    return VersionStore.open(store, signing_key=read_key(key_file))
+    with VersionStore.open(store, signing_key=read_key(key_file)) as found:
+        try:
+            yield found
+        except MissingObjectError as err:
+            raise StoreError(
+                f"the store is damaged: {err.message}",
+                hint=f"`deltacast store fsck {store}` says which versions are left. If gc ran meanwhile: try again.",
+            ) from err
+
+
+def wanted(store: VersionStore, version: int | None) -> int:
+    """Return the version that a command was asked for; None asks for the newest.
+
+    Raises:
+        InputError: the store does not have it; the message says which there are.
+        StoreError: the store failed.
+    """
+    versions = store.versions()
+    if not versions:
+        raise InputError("the store has no version yet", hint="`deltacast store push` publishes one.")
+    if version is None:
+        return versions[-1]
+    if version not in versions:
+        there = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else versions[0]
+        raise InputError("the store does not have that version", expected=there, found=version,
+                         hint="`deltacast store log` lists them.")  # fmt: skip
+    return version

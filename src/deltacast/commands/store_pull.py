@@ -10,7 +10,7 @@ import typer
 
 from deltacast.commands.console import human_bytes, print_facts, print_json, print_table, progress
 from deltacast.commands.options import DEFAULT_THREADS, Json, Threads
-from deltacast.commands.store_options import KeyFile, Store, opened
+from deltacast.commands.store_options import KeyFile, Store, opened, wanted
 from deltacast.delta.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def pull(
     if os.path.lexists(out):
         raise InputError("the output exists already", found=str(out), hint="Name a path that does not exist.")
     with opened(store, key_file) as found:
-        way = found.plan(None, version)
+        way = found.plan(None, wanted(found, version))
         whole = 0 if way.snapshot is None else way.snapshot.weights_bytes
         with progress(f"pull version {way.want}", 2 * whole) as done:  # written, then proven
             record = found.materialize(way.want, out, threads=threads, progress=done)
@@ -52,10 +52,14 @@ def pull(
         {
             "checkpoint": str(out),
             "version": f"{record.version} of run {record.run_id}",
-            "fetched": f"{human_bytes(way.num_bytes)}: a snapshot and {len(way.updates):,} updates",
+            "fetched": f"{human_bytes(way.num_bytes)}: a snapshot" + _and_updates(len(way.updates)),
             "state digest": f"{record.state_digest}  (proven)",
         }
     )
+
+
+def _and_updates(count: int) -> str:
+    return f" and {count:,} update{'' if count == 1 else 's'}" if count else ""
 
 
 def plan(
@@ -70,7 +74,7 @@ def plan(
 ) -> None:
     """Show what a reader would fetch to get from one version to another; fetches none of it."""
     with opened(store, key_file) as found:
-        document = _plan_document(found.plan(have, want))
+        document = _plan_document(found.plan(have, wanted(found, want)))
     if as_json:
         print_json(document)
         return
@@ -117,7 +121,7 @@ def fold(
     Spans of 8, 64, 512 ... updates that end at a multiple of that are folded as they are published.
     """
     with opened(store, key_file) as found:
-        before = found.plan(base, target).num_bytes
+        before = found.plan(wanted(found, base), wanted(found, target)).num_bytes
         made = found.fold(base, target, threads=threads)
     document = {
         "base_version": base,

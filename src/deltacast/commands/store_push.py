@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltacast.commands.console import human_bytes, print_facts, print_json, progress
+from deltacast.commands.failures import message, warn
 from deltacast.commands.options import DEFAULT_THREADS, Checkpoint, Json, Threads, read_key
+from deltacast.commands.store_base import advance_cache, newest_weights, require_table
 from deltacast.commands.store_options import KeyFile, Store, opened
-from deltacast.delta.errors import InputError, TableError
+from deltacast.delta.errors import BaseError, DeltacastError, InputError
 
 if TYPE_CHECKING:
     from deltacast.delta.checkpoint import CheckpointSource
@@ -61,6 +62,9 @@ def push(
         int | None, typer.Option(min=0, help="The trainer's own counter.", show_default=False)
     ] = None,
     snapshot: Annotated[bool, typer.Option("--snapshot", help="Store it whole, whatever there is.")] = False,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="Make a new version even of the newest version's very bits.")
+    ] = False,
     cache: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the newest version's weights here between pushes.", show_default=False),
@@ -77,24 +81,18 @@ def push(
     from deltacast.delta.checkpoint import CheckpointSource
 
     with opened(store, key_file) as found, CheckpointSource(checkpoint) as new:
-        head, extra_files = found.head(), _extra_files(checkpoint)
-        following = None if head is None else head.version + 1
-        if following is not None and version not in (None, following):
-            raise InputError("versions of a store follow one another without a gap", expected=following, found=version)
-        total = sum(meta.nbytes for meta in new.metas())
+        head = found.head()
+        pushing = _Push(found, new, _extra_files(checkpoint), threads)
         if head is None or snapshot:
-            with progress(f"push {checkpoint.name}", total) as done:
-                record = found.publish_snapshot(
-                    new, version=version, optimizer_step=optimizer_step, extra_files=extra_files, threads=threads,
-                    progress=done,
-                )  # fmt: skip
+            record = pushing.whole(f"push {checkpoint.name}", version, optimizer_step)
         else:
-            record = _push_update(found, head, new, optimizer_step=optimizer_step, cache=cache, threads=threads)
-        anchored = found.anchor_due()
-        if anchored:
-            with progress(f"anchor version {record.version}", total) as done:
-                found.add_anchor(record.version, new, extra_files=extra_files, threads=threads, progress=done)
-        document = _document(found.backend.url, record, total) | {"anchored": anchored}
+            record = pushing.changes(head, version, optimizer_step, cache=cache, allow_empty=allow_empty)
+        anchored = pushing.anchor(record)
+        document = _document(found.backend.url, record, pushing.num_bytes) | {
+            "published": head is None or record.version != head.version,
+            "anchored": anchored,
+            "warnings": pushing.warnings,
+        }
     if as_json:
         print_json(document)
     else:
@@ -108,65 +106,83 @@ def _extra_files(checkpoint: Path) -> Mapping[str, Path]:
     return extra_files_of(checkpoint) if checkpoint.is_dir() else {}
 
 
-def _push_update(
-    store: VersionStore, head: VersionRecord, new: CheckpointSource, *, optimizer_step: int | None, cache: Path | None,
-    threads: int,
-) -> VersionRecord:  # fmt: skip
-    from deltacast.delta.checkpoint_update import diff_checkpoints
-    from deltacast.delta.sources import table_of
+class _Push:
+    """One checkpoint on its way into a store; once its version stands, what fails is only a warning."""
 
-    table = table_of(new)
-    if table.digest != head.table_digest:
-        raise TableError(
-            "the checkpoint has other parameters, dtypes or shapes than the newest version", version=head.version,
-            expected=head.table_digest, found=table.digest, hint="Pass --snapshot to store it whole.",
-        )  # fmt: skip
-    with _weights(store, head, table.nbytes, cache=cache, threads=threads) as base:
-        with progress(f"diff with version {head.version}", table.nbytes) as done:
-            update = diff_checkpoints(
-                base, new, run_id=store.run_id, base_version=head.version, optimizer_step=optimizer_step,
-                threads=threads, progress=done,
+    def __init__(
+        self, store: VersionStore, new: CheckpointSource, extra_files: Mapping[str, Path], threads: int
+    ) -> None:
+        from deltacast.delta.sources import table_of
+
+        self._store, self._new, self._extra_files, self._threads = store, new, extra_files, threads
+        self._table = table_of(new)
+        self.num_bytes = self._table.nbytes
+        self.warnings: list[str] = []
+
+    def whole(self, label: str, version: int | None, optimizer_step: int | None) -> VersionRecord:
+        """Publish it as a snapshot."""
+        with progress(label, self.num_bytes) as done:
+            return self._store.publish_snapshot(
+                self._new, version=version, optimizer_step=optimizer_step, extra_files=self._extra_files,
+                threads=self._threads, progress=done,
             )  # fmt: skip
-        record = store.publish_update(update, threads=threads)
-    if cache is not None:
-        _advance(_cached(cache, head), _cached(cache, record), update, threads)
-    return record
 
-
-@contextmanager
-def _weights(
-    store: VersionStore, head: VersionRecord, num_bytes: int, *, cache: Path | None, threads: int
-) -> Generator[CheckpointSource]:
-    """Open the newest version's weights: whether they are them shows when the update is published."""
-    from deltacast.delta.checkpoint import CheckpointSource
-    from deltacast.store.snapshots import open_snapshot
-
-    plan = store.plan(None, head.version)
-    if plan.snapshot is not None and not plan.updates and store.backend.path(plan.snapshot.path) is not None:
-        with open_snapshot(store.backend, plan.snapshot) as mapped:
-            yield mapped
-        return
-    with ExitStack() as stack:
+    def changes(
+        self, head: VersionRecord, version: int | None, optimizer_step: int | None, *, cache: Path | None,
+        allow_empty: bool,
+    ) -> VersionRecord:  # fmt: skip
+        """Publish what changed since the newest version; return that one if nothing did."""
+        following = head.version + 1
+        if version not in (None, head.version, following):
+            raise InputError("versions of a store follow one another without a gap", expected=following, found=version)
+        require_table(self._store, head, self._table)
+        with newest_weights(self._store, head, self.num_bytes, cache=cache, threads=self._threads) as base:
+            update = self._diff(base, head, optimizer_step)
+            if not (update.patches or allow_empty):
+                return head
+            if version == head.version:
+                raise InputError("that version is published already", version=version,
+                                 hint=f"This checkpoint would be version {following}.")  # fmt: skip
+            record = self._store.publish_update(update, threads=self._threads)
         if cache is not None:
-            cache.mkdir(exist_ok=True)
-        folder = _cached(cache or Path(stack.enter_context(TemporaryDirectory(prefix="deltacast-"))), head)
-        if not folder.exists():
-            with progress(f"fetch version {head.version}", 2 * num_bytes) as done:  # written, then proven
-                store.materialize(head.version, folder, threads=threads, progress=done)
-        yield stack.enter_context(CheckpointSource(folder))
+            with self._only_warned("--cache could not be brought to it; the next push fetches the version"):
+                advance_cache(cache, head, record, update, self._threads)
+        return record
 
+    def _diff(self, base: CheckpointSource, head: VersionRecord, optimizer_step: int | None) -> WeightUpdate:
+        from deltacast.delta.checkpoint_update import diff_checkpoints
 
-def _cached(cache: Path, record: VersionRecord) -> Path:
-    return cache / record.state_digest.removeprefix("xxh3_128:")
+        with progress(f"diff with version {head.version}", self.num_bytes) as done:
+            update = diff_checkpoints(
+                base, self._new, run_id=self._store.run_id, base_version=head.version, optimizer_step=optimizer_step,
+                threads=self._threads, progress=done,
+            )  # fmt: skip
+        if update.base_digest != head.state_digest:
+            raise BaseError(
+                "the base to compare with does not have the newest version's bits", version=head.version,
+                expected=head.state_digest, found=update.base_digest,
+                hint="Empty the --cache folder; without one, `deltacast store fsck` says what is damaged.",
+            )  # fmt: skip
+        return update
 
+    def anchor(self, record: VersionRecord) -> bool:
+        """Add a snapshot of the version where one is due, and say whether it was added."""
+        later = f"deltacast store anchor {self._store.backend.url} --version {record.version}"
+        with self._only_warned(f"it got no snapshot: `{later}` adds one"):
+            if self._store.anchor_due():
+                with progress(f"anchor version {record.version}", self.num_bytes) as done:
+                    self._store.add_anchor(
+                        record.version, self._new, extra_files=self._extra_files, threads=self._threads, progress=done
+                    )
+                return True
+        return False
 
-def _advance(old: Path, new: Path, update: WeightUpdate, threads: int) -> None:
-    """Make the cached weights those that were just published, in place; what is not cached stays so."""
-    from deltacast.delta.checkpoint_update import apply_to_checkpoint
-
-    if old.exists() and not new.exists():
-        apply_to_checkpoint(update, old, None, threads=threads)
-        old.rename(new)
+    @contextmanager
+    def _only_warned(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except (DeltacastError, OSError) as err:
+            self.warnings.append(f"the version is published, but {what} ({message(err)})")
 
 
 def _document(store: str, record: VersionRecord, checkpoint_bytes: int) -> dict[str, Any]:
@@ -193,15 +209,19 @@ def _show(document: dict[str, Any]) -> None:
     whole = document["kind"] == "snapshot"
     stored = human_bytes(document["stored_bytes"])
     if not whole:
-        stored += f", {document['times_smaller']:.1f}x smaller than {human_bytes(document['checkpoint_bytes'])}"
+        stored += f", {document['times_smaller']:,.1f}x smaller than {human_bytes(document['checkpoint_bytes'])}"
+    published = document["published"]
+    nothing = "nothing: this is the newest version already (--allow-empty makes another of it)"
     print_facts(
         {
             "version": f"{document['version']} of run {document['run_id']}, epoch {document['epoch']}",
-            "stored": f"{'whole' if whole else 'what changed'}, {stored}",
+            "stored": f"{'whole' if whole else 'what changed'}, {stored}" if published else nothing,
             "changed": None
-            if whole
+            if whole or not published
             else f"{document['num_changed']:,} of {document['num_words']:,} words ({document['density']:.4%})",
             "anchor": "a snapshot of this version was added" if document["anchored"] else None,
             "state digest": document["state_digest"],
         }
     )
+    for warning in document["warnings"]:
+        warn(warning)

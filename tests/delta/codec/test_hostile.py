@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import made_updates as made
 from deltacast.delta.codec import decode_update, encode_update, read_header
+from deltacast.delta.codec.envelope import load_json
 from deltacast.delta.errors import FormatError
 from deltacast.delta.patch import SparseWeightPatch
 from deltacast.delta.table import ParamMeta
@@ -329,3 +330,10 @@ def test_fuzzed_payloads(data: st.DataObject) -> None:
         return
     for patch in update.patches:
         patch.check_indices()
+
+
+def test_a_key_that_appears_twice_among_many_is_named_without_delay() -> None:
+    """Comparing each with each would take hours, and a manifest may be of 64 MiB."""
+    keys = ",".join(f'"{number}":0' for number in range(300_000))
+    with pytest.raises(FormatError, match=r"twice.*'299999'"):
+        load_json(f'{{{keys},"299999":1}}'.encode(), "a manifest")

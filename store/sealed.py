@@ -7,7 +7,7 @@ A sealed file is one JSON object that begins with exactly
 
 The checksum is that of every byte after its comma, the signature included; the HMAC-SHA256 is over every byte after
 the signature's comma. Among the fields that follow is the `path` of the file itself, so that a file that was signed
-for one place is refused in another.
+for one place is refused in another. What the fields are held to beside that, whoever wrote them, is here too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,46 @@ from typing import Final
 
 import xxhash
 
-from deltacast.delta.codec.envelope import Fields, dump_json, load_json
+from deltacast.delta.codec.envelope import MAX_RUN_ID_BYTES, Fields, dump_json, load_json
 from deltacast.delta.errors import ChecksumError, FormatError, InputError
+from deltacast.delta.table import check_name
 
-__all__ = ["check_key", "seal", "unseal"]
+__all__ = ["check_digest", "check_key", "check_number", "check_run_id", "is_signed", "seal", "unseal"]
 
 _SEAL: Final = re.compile(rb'\{"checksum":"xxh3_128:([0-9a-f]{32})","signature":(?:null|"hmac-sha256:([0-9a-f]{64})"),')
 _CHECKSUM_BYTES: Final = len(b'{"checksum":"xxh3_128:",') + 32
+_DIGEST: Final = re.compile(r"xxh3_128:[0-9a-f]{32}")
+_HIGHEST: Final = (1 << 63) - 1
+
+
+def check_digest(value: object) -> None:
+    """Check a digest that a file states.
+
+    Raises:
+        InputError: it is not `xxh3_128:<32 hex>`.
+    """
+    if type(value) is not str or not _DIGEST.fullmatch(value):
+        raise InputError("bad digest", expected=_DIGEST.pattern, found=ascii(value)[:80])
+
+
+def check_number(value: object, what: str) -> None:
+    """Check a version, an epoch, a count or a size that a file states.
+
+    Raises:
+        InputError: it is no integer from 0 to 2^63 - 1.
+    """
+    if type(value) is not int or not 0 <= value <= _HIGHEST:
+        raise InputError(f"bad {what}", expected="0 to 2^63 - 1", found=ascii(value)[:80])
+
+
+def check_run_id(run_id: str) -> None:
+    """Check a run id.
+
+    Raises:
+        InputError: it is no name of 1 to 256 bytes.
+    """
+    if len(check_name(run_id).encode()) > MAX_RUN_ID_BYTES:
+        raise InputError("run_id is too long", expected=f"at most {MAX_RUN_ID_BYTES} bytes")
 
 
 def check_key(key: bytes | None) -> bytes | None:
@@ -51,6 +84,12 @@ def seal(fields: Mapping[str, object], key: bytes | None) -> bytes:
     signature = b"null" if key is None else b'"hmac-sha256:%s"' % hmac.digest(key, body, "sha256").hex().encode()
     rest = b'"signature":%s,%s' % (signature, body)
     return b'{"checksum":"xxh3_128:%s",%s' % (xxhash.xxh3_128_hexdigest(rest).encode(), rest)
+
+
+def is_signed(raw: bytes) -> bool:
+    """Whether a sealed file has a signature, right or wrong."""
+    found = _SEAL.match(raw)
+    return found is not None and found[2] is not None
 
 
 def unseal(raw: bytes, key: bytes | None, path: str) -> Fields:

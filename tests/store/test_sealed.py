@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from deltacast.delta.errors import ChecksumError, FormatError, InputError
-from deltacast.store.signing import check_key, seal, unseal
+from deltacast.store.sealed import check_key, is_signed, seal, unseal
 
 PATH = "versions/7.json"
 FIELDS: dict[str, Any] = {"path": PATH, "name": "modèle", "numbers": [1, 2], "none": None}
@@ -28,6 +28,7 @@ def test_a_sealed_file_comes_back(key: bytes | None) -> None:
     """What was sealed is what is read, and the file is one plain JSON object for everybody else."""
     raw = seal(FIELDS, key)
     assert read(raw, key) == FIELDS
+    assert is_signed(raw) == (key is not None)
     assert {name: value for name, value in json.loads(raw).items() if name not in ("checksum", "signature")} == FIELDS
 
 

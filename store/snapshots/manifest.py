@@ -10,40 +10,33 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import xxhash
 
-from deltacast.delta.checkpoint_files import INDEX_NAME, UNDO_SUFFIX
-from deltacast.delta.codec.envelope import MAX_RUN_ID_BYTES, Fields, as_format_error
+from deltacast.delta.checkpoint_files import INDEX_NAME
+from deltacast.delta.codec.envelope import Fields, as_format_error
 from deltacast.delta.errors import ChecksumError, FormatError, InputError
+from deltacast.delta.patching import is_weights_name
 from deltacast.delta.table import check_name
-from deltacast.store.fetch import fetch
+from deltacast.store.fetch import ObjectRef, content_digest, fetch
+from deltacast.store.names import MANIFEST_NAME, SNAPSHOTS, parse_manifest_path
 from deltacast.store.objects import Buffer, ObjectBackend, is_object_name
-from deltacast.store.records import ObjectRef, content_digest
-from deltacast.store.signing import seal, unseal
+from deltacast.store.sealed import check_digest, check_number, check_run_id, seal, unseal
 
 __all__ = [
-    "MANIFEST_NAME",
     "MAX_EXTRA_BYTES",
     "MAX_MANIFEST_BYTES",
-    "SNAPSHOTS",
     "FileHash",
     "Manifest",
     "Role",
     "SnapshotFile",
-    "check_label",
     "is_extra_name",
     "list_snapshots",
-    "manifest_path",
-    "parse_manifest_path",
     "read_manifest",
     "shard_name",
 ]
 
-SNAPSHOTS: Final = "snapshots/"
-MANIFEST_NAME: Final = "manifest.json"
 MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_EXTRA_BYTES: Final = 64 << 20
 """Of one file that is no weights: a tokenizer takes 30 MB."""
@@ -51,25 +44,8 @@ MAX_EXTRA_BYTES: Final = 64 << 20
 Role: TypeAlias = Literal["weights", "index", "extra"]
 
 _FORMAT: Final = 1
-_MAX_INT: Final = (1 << 63) - 1
 _MAX_INDEX_BYTES: Final = 256 << 20
-_DIGEST: Final = re.compile(r"xxh3_128:[0-9a-f]{32}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-_PATH: Final = re.compile(r"snapshots/([0-9]{20})-[0-9a-f]{8,64}/manifest\.json")
-_WEIGHT_SUFFIXES: Final = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl", UNDO_SUFFIX}
-)
-
-
-def manifest_path(version: int, nonce: str) -> str:
-    """Return the name of a snapshot's manifest; the snapshot's files lie beside it."""
-    return f"{SNAPSHOTS}{version:020}-{nonce}/{MANIFEST_NAME}"
-
-
-def parse_manifest_path(path: str) -> int | None:
-    """Return the version of the snapshot whose manifest has this name; None if it is no manifest's name."""
-    found = _PATH.fullmatch(path)
-    return int(found[1]) if found and int(found[1]) <= _MAX_INT else None
 
 
 def shard_name(number: int, num_shards: int) -> str:
@@ -85,19 +61,7 @@ def is_extra_name(name: str) -> bool:
     """
     if not is_object_name(name) or "/" in name or name in (MANIFEST_NAME, INDEX_NAME):
         return False
-    return PurePath(name.removesuffix(".index.json")).suffix not in _WEIGHT_SUFFIXES
-
-
-def check_label(run_id: str, version: int) -> None:
-    """Check which weights a snapshot says it is.
-
-    Raises:
-        InputError: not a run id, or not a version.
-    """
-    if len(check_name(run_id).encode()) > MAX_RUN_ID_BYTES:
-        raise InputError("run_id is too long", expected=f"at most {MAX_RUN_ID_BYTES} bytes")
-    if type(version) is not int or not 0 <= version <= _MAX_INT:
-        raise InputError("bad version", expected="0 to 2^63 - 1", found=ascii(version)[:80])
+    return not is_weights_name(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +93,8 @@ class SnapshotFile:
             raise InputError("a file that must not go along with weights", found=ascii(self.name)[:200])
         if self.role == "index" and self.name != INDEX_NAME:
             raise InputError("bad name of an index", expected=INDEX_NAME, found=ascii(self.name)[:200])
-        highest = {"weights": _MAX_INT, "index": _MAX_INDEX_BYTES, "extra": MAX_EXTRA_BYTES}[self.role]
-        if self.num_bytes > highest:
+        highest = {"index": _MAX_INDEX_BYTES, "extra": MAX_EXTRA_BYTES}.get(self.role)
+        if highest is not None and self.num_bytes > highest:
             raise InputError(f"{self.name} is too large", expected=f"at most {highest} bytes", found=self.num_bytes)
 
     @classmethod
@@ -220,12 +184,12 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_label(self.run_id, self.version)
+        check_run_id(self.run_id)
+        check_number(self.version, "version")
         if parse_manifest_path(self.path) != self.version:
             raise InputError("another version's path", version=self.version, found=ascii(self.path)[:200])
         for digest in (self.state_digest, self.table_digest):
-            if not _DIGEST.fullmatch(digest):
-                raise InputError("bad digest", expected=_DIGEST.pattern, found=ascii(digest)[:80])
+            check_digest(digest)
         for name in (*self.aliases, *self.aliases.values()):
             check_name(name)
         shards = [file.name for file in self.files if file.role == "weights"]

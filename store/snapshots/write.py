@@ -30,19 +30,19 @@ from deltacast.delta.safetensors_header import build_header, strict_json
 from deltacast.delta.sources import WeightSource, matched
 from deltacast.delta.table import ParameterTable, ParamMeta
 from deltacast.delta.threads import in_order
-from deltacast.store.manifest import (
-    MANIFEST_NAME,
+from deltacast.store.fetch import content_digest
+from deltacast.store.names import MANIFEST_NAME, manifest_path
+from deltacast.store.objects import Buffer, ObjectBackend
+from deltacast.store.records import SnapshotRef
+from deltacast.store.sealed import check_number, check_run_id
+from deltacast.store.snapshots.manifest import (
     MAX_EXTRA_BYTES,
     FileHash,
     Manifest,
     SnapshotFile,
-    check_label,
     is_extra_name,
-    manifest_path,
     shard_name,
 )
-from deltacast.store.objects import Buffer, ObjectBackend
-from deltacast.store.records import SnapshotRef, content_digest
 
 __all__ = ["extra_files_of", "write_snapshot"]
 
@@ -109,8 +109,7 @@ def write_snapshot(
         StoreError: the store failed. In every case there is no manifest, so no snapshot; files that were written
             before are unreferenced, and gc removes them in time.
     """
-    check_label(run_id, version)
-    _check_extra_files(extra_files or {})
+    _check(run_id, version, extra_files or {})
     metas = list(source.metas())
     table = ParameterTable(metas, source.aliases)
     shards = _plan(metas, shard_bytes)
@@ -265,7 +264,9 @@ def _index(shards: Sequence[_Shard]) -> bytes:
     return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}) + b"\n"
 
 
-def _check_extra_files(extra_files: Mapping[str, Path]) -> None:
+def _check(run_id: str, version: int, extra_files: Mapping[str, Path]) -> None:
+    check_run_id(run_id)
+    check_number(version, "version")
     for name, file in extra_files.items():
         if not is_extra_name(name):
             raise InputError("a file that must not go along with weights", found=ascii(name)[:200])

@@ -21,13 +21,16 @@ from deltacast.delta.checkpoint_files import fsync_folder
 from deltacast.delta.errors import ChecksumError, FormatError, InputError, StoreError
 from deltacast.delta.table import ParameterTable
 from deltacast.delta.threads import in_order
-from deltacast.store.manifest import FileHash, Manifest, SnapshotFile
 from deltacast.store.objects import ObjectBackend
+from deltacast.store.snapshots.manifest import FileHash, Manifest, SnapshotFile
 
 __all__ = ["download_snapshot", "open_snapshot"]
 
 _PIECE_BYTES: Final = 16 << 20
-_CANNOT_CLONE: Final = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
+_CANNOT_CLONE: Final = {
+    errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ETXTBSY,
+    errno.EIO,  # of either file: who reads one and writes the other learns which
+}  # fmt: skip
 
 
 def download_snapshot(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
 
@@ -18,68 +17,25 @@ from deltacast.delta.checkpoint_digest import Progress
 from deltacast.delta.errors import DeltacastError, FormatError, MissingObjectError, VerificationError
 from deltacast.store.fetch import fetch
 from deltacast.store.folds import list_folds
-from deltacast.store.fsck_snapshots import check_snapshot
-from deltacast.store.fsck_versions import Finding, Findings, walk_versions
-from deltacast.store.log import HEAD_PATH, VersionLog, head_hint
-from deltacast.store.manifest import MANIFEST_NAME, list_snapshots, read_manifest
+from deltacast.store.fsck.findings import Damage, Finding, Findings, FsckReport
+from deltacast.store.fsck.snapshots import check_snapshot
+from deltacast.store.fsck.versions import walk_versions
+from deltacast.store.log import VersionLog, head_hint
+from deltacast.store.names import HEAD_PATH, MANIFEST_NAME, RUN_PATH, parse_version_path, version_path
 from deltacast.store.plan import Step, require_snapshot_of
 from deltacast.store.readers import list_leases
-from deltacast.store.records import MAX_RUN_FILE_BYTES, RUN_PATH, RunRecord, parse_version_path, version_path
+from deltacast.store.records import MAX_RUN_FILE_BYTES, RunRecord, VersionRecord
 from deltacast.store.replay import read_step
+from deltacast.store.snapshots import list_snapshots, read_manifest
 
-__all__ = ["Damage", "FsckReport", "check"]
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One object that is not what it should be, or not there.
-
-    Attributes:
-        path: the object.
-        what: what is wrong.
-        expected: what should be there; None where `what` says it all.
-        found: what is there.
-        versions: versions that cannot be materialised any more and would need it, oldest first. Empty where there is
-            another way to each of them, or nothing ever needs the object (a hint, a cache): remove it then.
-    """
-
-    path: str
-    what: str
-    expected: str | None
-    found: str | None
-    versions: tuple[int, ...]
-
-    def __str__(self) -> str:
-        text = self.what if self.path in self.what else f"{self.path}: {self.what}"
-        if self.expected is None and self.found is None:
-            return text
-        return f"{text}: expected {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, slots=True)
-class FsckReport:
-    """What is in a store.
-
-    Attributes:
-        damaged: objects that are not what they should be.
-        stray: objects that no version names: of a publish in flight, or left by a writer that died or was fenced. No
-            reader looks at them, and gc removes them in time.
-        materialisable: versions that can be made, oldest first.
-        lost: versions that exist and cannot be made, oldest first: for damage, or because a collection was interrupted
-            that had removed what they begin with.
-    """
-
-    damaged: tuple[Damage, ...]
-    stray: tuple[str, ...]
-    materialisable: tuple[int, ...]
-    lost: tuple[int, ...]
+__all__ = ["check"]
 
 
 def check(log: VersionLog, *, progress: Progress | None = None) -> FsckReport:
     """Read a whole store and check every byte of it against what names it.
 
     Only reads; needs no right to write. A writer may go on meanwhile. If retention removes versions meanwhile, and
-    something was found missing, everything is read once more.
+    something seemed damaged or lost, everything is read once more.
 
     Args:
         log: the store's versions.
@@ -91,7 +47,7 @@ def check(log: VersionLog, *, progress: Progress | None = None) -> FsckReport:
     while True:
         first = log.versions().start
         report = _Check(log, progress).report()
-        if not report.damaged or log.versions().start == first:
+        if not (report.damaged or report.lost) or log.versions().start == first:
             return report
 
 
@@ -133,17 +89,19 @@ class _Check:
         chain = sorted(self.walk.chain)
         lost = dict.fromkeys(version for version in chain if version not in made)  # ordered, and quick to ask
         return FsckReport(
-            damaged=tuple(_damage(finding, lost, in_reach) for finding in self.findings.damaged),
+            damaged=tuple(self._damage(finding, lost, in_reach) for finding in self.findings.damaged),
             stray=tuple(name for name in self.listed if name not in self.named),
             materialisable=tuple(version for version in chain if version in made),
             lost=tuple(lost),
         )
 
     def _hint(self) -> int:
-        """Return the version that HEAD names; -1 if there is no HEAD."""
+        """Return the version that HEAD names; -1 if there is no HEAD, or the empty one that a power cut leaves."""
         try:
             raw = fetch(self.log.backend, HEAD_PATH, max_bytes=len(head_hint(0)) + 18)
         except MissingObjectError:
+            raw = b""
+        if not raw:
             return -1
         digits = raw.rstrip()
         if not digits.isdigit() or raw != head_hint(int(digits)):
@@ -230,12 +188,13 @@ class _Check:
                 made.add(version)
         return {version for version in made if version is not None}
 
-
-def _damage(finding: Finding, lost: Collection[int], in_reach: Collection[int]) -> Damage:
-    """Say which versions damage costs: those that a version file hides, or those from the damaged object's on."""
-    versions: Iterable[int] = ()
-    if finding.version is not None and parse_version_path(finding.path) is not None:
-        versions = (version for version in lost if version <= finding.version and version not in in_reach)
-    elif finding.version is not None:
-        versions = takewhile(lost.__contains__, count(finding.version))
-    return Damage(finding.path, finding.what, finding.expected, finding.found, tuple(versions))
+    def _damage(self, finding: Finding, lost: Collection[int], in_reach: Collection[int]) -> Damage:
+        """Say what damage costs: the versions that a version file hides, or those from the damaged object's on."""
+        versions: Iterable[int] = ()
+        record: VersionRecord | None = None
+        if finding.version is not None and parse_version_path(finding.path) is not None:
+            versions = (version for version in lost if version <= finding.version and version not in in_reach)
+            record = self.walk.known.get(finding.version)
+        elif finding.version is not None:
+            versions = takewhile(lost.__contains__, count(finding.version))
+        return Damage(finding.path, finding.what, finding.expected, finding.found, tuple(versions), record)

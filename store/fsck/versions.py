@@ -3,72 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from deltacast.delta.checkpoint_digest import Progress
-from deltacast.delta.errors import DeltacastError, FormatError
+from deltacast.delta.errors import FormatError
 from deltacast.store.fetch import fetch
+from deltacast.store.fsck.findings import Finding, Findings
 from deltacast.store.log import VersionLog
-from deltacast.store.records import MAX_VERSION_FILE_BYTES, VersionFile, VersionRecord, content_digest, version_path
+from deltacast.store.names import version_path
+from deltacast.store.records import MAX_VERSION_FILE_BYTES, VersionFile, VersionRecord
 
-__all__ = ["Finding", "Findings", "Walk", "walk_versions"]
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something wrong with an object.
-
-    Attributes:
-        path: the object.
-        version: of the version that it is about; None for one that no version needs.
-        what: what is wrong.
-        expected: what should be there.
-        found: what is there.
-    """
-
-    path: str
-    version: int | None
-    what: str
-    expected: str | None = None
-    found: str | None = None
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a check has found so far.
-
-    Attributes:
-        progress: told about the bytes of each object that was looked at.
-        damaged: what is wrong, in the order in which it was found.
-    """
-
-    progress: Progress | None = None
-    damaged: list[Finding] = field(default_factory=list)
-
-    def attempt(self, path: str, version: int | None, read: Callable[[], T]) -> T | None:
-        """Return what `read` does; None, and a finding, if it raises an error of ours.
-
-        Whatever keeps one object from being read is damage to that object: a disk may fail at one place only.
-        """
-        try:
-            return read()
-        except DeltacastError as err:
-            self.add(path, version, err)
-            return None
-
-    def add(self, path: str, version: int | None, err: DeltacastError) -> None:
-        """Note what an error says of an object."""
-        expected, found = (None if fact is None else str(fact) for fact in (err.expected, err.found))
-        self.damaged.append(Finding(path, version, err.message, expected, found))
-
-    def read(self, num_bytes: int) -> None:
-        """Note that so many bytes were looked at."""
-        if self.progress is not None:
-            self.progress(num_bytes)
+__all__ = ["Walk", "walk_versions"]
 
 
 @dataclass(slots=True)
@@ -115,8 +60,8 @@ def walk_versions(log: VersionLog, listed: Collection[int], findings: Findings) 
     while version in listed or version in walk.known:
         file, is_ours = _read(log, version, digest, findings) if version in listed else (None, False)
         if is_ours:
-            for gap in missing:
-                findings.damaged.append(Finding(version_path(gap), gap, "there is no such version file"))
+            gone = "there is no such version file, and no reader gets past it"
+            findings.damaged += [Finding(version_path(gap), gap, gone) for gap in missing]
             walk.chain += [*missing, version]
             missing.clear()
         else:
@@ -134,7 +79,7 @@ def _read(log: VersionLog, version: int, digest: str | None, findings: Findings)
     """Return a version's file, if it can be used, and whether it belongs to the chain."""
     path = version_path(version)
 
-    def read() -> tuple[VersionFile, str]:
+    def read() -> VersionFile:
         raw = fetch(log.backend, path, max_bytes=MAX_VERSION_FILE_BYTES)
         findings.read(len(raw))
         file = VersionFile.from_bytes(raw, log.key, version)
@@ -142,9 +87,9 @@ def _read(log: VersionLog, version: int, digest: str | None, findings: Findings)
             raise FormatError(
                 "a version file of another run", expected=ascii(log.run_id), found=ascii(file.record.run_id)
             )
-        return file, content_digest(raw)
+        return file
 
-    found = findings.attempt(path, version, read)
-    if found is None:
+    file = findings.attempt(path, version, read)
+    if file is None:
         return None, True
-    return (None, False) if digest not in (None, found[1]) else (found[0], True)
+    return (None, False) if digest not in (None, file.digest) else (file, True)

@@ -13,9 +13,9 @@ from deltacast.delta.errors import ChecksumError, FormatError, VerificationError
 from deltacast.delta.fingerprint import add, words_fingerprint
 from deltacast.delta.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, parse_header
 from deltacast.delta.table import ParamMeta
-from deltacast.store.fsck_versions import Findings
-from deltacast.store.manifest import FileHash, Manifest, SnapshotFile
+from deltacast.store.fsck.findings import Findings
 from deltacast.store.objects import ObjectBackend
+from deltacast.store.snapshots.manifest import FileHash, Manifest, SnapshotFile
 
 __all__ = ["check_snapshot"]
 

@@ -1,13 +1,13 @@
 """Snapshots: all weights of one version, as a folder that `safetensors` and `transformers` load as it is.
 
 `snapshots/<version>-<nonce>/` holds safetensors shards, the Hugging Face index, what else the model needs to be loaded,
-and, written last, the manifest that makes these files a snapshot. Read `manifest.py` first, then `snapshot_write.py`
-and `snapshot_read.py`.
+and, written last, the manifest that makes these files a snapshot. Read `manifest.py` first, then `write.py` and
+`read.py`.
 """
 
-from deltacast.store.manifest import Manifest, SnapshotFile, list_snapshots, read_manifest
-from deltacast.store.snapshot_read import download_snapshot, open_snapshot
-from deltacast.store.snapshot_write import extra_files_of, write_snapshot
+from deltacast.store.snapshots.manifest import Manifest, SnapshotFile, list_snapshots, read_manifest
+from deltacast.store.snapshots.read import download_snapshot, open_snapshot
+from deltacast.store.snapshots.write import extra_files_of, write_snapshot
 
 __all__ = [
     "Manifest",
