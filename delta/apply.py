@@ -14,8 +14,8 @@ still go wrong after it is the writing itself, which `write` reads back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 
@@ -31,7 +31,7 @@ from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unor
 from deltacast.delta.state import WeightState
 from deltacast.delta.threads import in_order
 
-__all__ = ["Transaction", "TransactionState", "apply_update", "check_base"]
+__all__ = ["Transaction", "TransactionState", "apply_portions", "apply_update", "check_base"]
 
 
 class TransactionState(Enum):
@@ -224,6 +224,49 @@ def apply_update(state: WeightState, update: WeightUpdate) -> None:
     transaction.commit()
 
 
+def apply_portions(state: WeightState, update: WeightUpdate, portions: Iterable[Sequence[SparseWeightPatch]]) -> None:
+    """Apply an update whose patches come some at a time, each lot checked, written and let go before the next.
+
+    For weights that nobody sees before they are proven: this is not all or nothing.
+
+    Args:
+        state: the weights, which must be at the update's base.
+        update: without its patches (`deltacast.delta.codec.decode_portions`); no seed.
+        portions: the patches; parts of one parameter need not come together.
+
+    Raises:
+        InputError: a seed; nothing was written.
+        As `Transaction.stage` and `write`, and whatever `portions` raises: the state has no version then, and words of
+            both versions. Throw them away.
+    """
+    if update.is_seed:
+        raise InputError("a seed is not applied some patches at a time", version=update.target_version)
+    check_base(state, update)
+    after = state.fingerprints.copy()
+    try:
+        for patches in portions:
+            _write_portion(state, replace(update, patches=tuple(patches)), after)
+            del patches  # before the next ones are decoded
+        _require_target(state, update, after)
+    except BaseException:
+        state.disown()
+        raise
+    state.advance(update.target_version, after)
+
+
+def _write_portion(state: WeightState, portion: WeightUpdate, after: NDArray[np.uint64]) -> None:
+    """Check and write some of an update's patches, and move the fingerprints `after`."""
+    check_base(state, portion)
+    _check_patches(state, portion)
+    whole = portion.sent_whole()
+    writes = list(in_order(lambda patch: _stage_patch(state, portion, patch, whole), portion.patches, state.threads))
+    _move(state, after, writes, whole)
+    for write in writes:
+        _put(write, write.new)
+    for write in writes:
+        _read_back(write)
+
+
 def _is_whole(patch: SparseWeightPatch) -> bool:
     """Whether a patch is written without positions, so that what it overwrites is read only for undo."""
     return patch.indices is None and patch.box is None
@@ -335,10 +378,20 @@ def _resulting_fingerprints(
     state: WeightState, update: WeightUpdate, writes: Sequence[_Write], whole: frozenset[str]
 ) -> NDArray[np.uint64]:
     after = state.fingerprints.copy()
+    _move(state, after, writes, whole)
+    _require_target(state, update, after)
+    return after
+
+
+def _move(state: WeightState, after: NDArray[np.uint64], writes: Sequence[_Write], whole: frozenset[str]) -> None:
+    """Move fingerprints, uint64 [parameters], as writes will move the words."""
     for name in whole:
         after[state.table.index(name)] = 0
     for write in writes:
         after[write.place] = add(int(after[write.place]), write.fingerprint_change)
+
+
+def _require_target(state: WeightState, update: WeightUpdate, after: NDArray[np.uint64]) -> None:
     digest = state.table.state_digest(after)
     if digest != update.target_digest:
         raise VerificationError(
@@ -347,7 +400,6 @@ def _resulting_fingerprints(
             expected=update.target_digest,
             found=digest,
         )
-    return after
 
 
 def _put(write: _Write, words: Words) -> None:

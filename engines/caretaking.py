@@ -61,8 +61,5 @@ class Caretaker:
         with tempfile.TemporaryDirectory(prefix="deltacast-anchor-", dir=self._folder) as folder:
             out = Path(folder, "weights")
             self._store.materialize(version, out, threads=self._threads)
-            snapshot = self._store.plan(None, version).snapshot
-            files = () if snapshot is None else snapshot.files
-            extra = {file.name: out / file.name for file in files if file.role == "extra"}
             with CheckpointSource(out) as source:
-                self._store.add_anchor(version, source, extra_files=extra, threads=self._threads)
+                self._store.add_anchor(version, source, threads=self._threads)

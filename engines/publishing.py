@@ -258,16 +258,19 @@ class Publisher:
         self._settle(entry, fate, error)
 
     def _looked_up(self, entry: _Entry) -> _Fate:
-        """Find out whether an attempt that failed has made its version exist nevertheless."""
+        """Find out whether an attempt that failed has made its version exist nevertheless, and see to it that it stays.
+
+        A version that can be read may still be undone by a power cut: to publish it once more makes it durable.
+        """
         try:
             records = self._store.version_log.records(entry.version)
             found = next((record for record in records if record.version == entry.version), None)
+            if found is None or (found.writer, found.state_digest) != (self._tip.writer, entry.digest):
+                return _Fate.FAILED
+            self._publish(entry)
         except Exception as err:  # noqa: BLE001 - that it cannot be known is the answer
             _LOG.warning("deltacast cannot see whether version %d is published: %s", entry.version, err)
             return _Fate.UNKNOWN
-        if found is None or (found.writer, found.state_digest) != (self._tip.writer, entry.digest):
-            return _Fate.FAILED
-        self._tip = found
         return _Fate.PUBLISHED
 
     def _settle(self, entry: _Entry, fate: _Fate, error: Exception | None = None) -> None:

@@ -95,8 +95,7 @@ def _first_version(info: TrainerInitInfo, store: VersionStore, source: WeightSou
 
 
 def _newest_version(info: TrainerInitInfo, store: VersionStore, source: WeightSource) -> tuple[Baseline, VersionRecord]:
-    store.claim()
-    head = store.head()
+    head = store.claim()
     if head is None:
         raise StoreError("the store had a version and has none any more", found=store.backend.url)
     info = replace(info, epoch=head.epoch)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Final
 
-from deltacast.delta.errors import InputError
+from deltacast.delta.errors import FormatError, InputError, MissingObjectError
 from deltacast.store.log import VersionLog
 from deltacast.store.plan import usable_snapshots
+from deltacast.store.snapshots import read_extra_files
 
-__all__ = ["Anchors", "anchor_due"]
+__all__ = ["Anchors", "anchor_due", "carried_files"]
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +48,24 @@ def anchor_due(log: VersionLog, anchors: Anchors) -> bool:
         since = [record.update.object.num_bytes for record in records[:-1] if record.update is not None]
         return len(since) >= anchors.every or sum(since) > anchors.fraction * manifest.weights_bytes
     return bool(versions)
+
+
+def carried_files(log: VersionLog, version: int) -> dict[str, bytes]:
+    """Return what an anchor of a version takes over from the snapshot before it: name -> bytes of config, tokenizer.
+
+    Readers begin at the newest snapshot and see no other one's files.
+
+    Args:
+        log: the store's versions.
+        version: which gets an anchor.
+
+    Raises:
+        ChecksumError, FormatError: a version file on the way is damaged.
+        StoreError: the store failed.
+    """
+    for manifest, _ in usable_snapshots(log, 0, version):
+        try:
+            return read_extra_files(log.backend, manifest)
+        except (FormatError, MissingObjectError) as err:
+            _LOG.warning("the files beside the weights of %s cannot be used: %s", manifest.path, err)
+    return {}

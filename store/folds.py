@@ -1,7 +1,8 @@
 """Folds: containers that do in one step what several updates do. A cache; nothing is lost with it.
 
 The writer folds aligned spans: after version v, the 8 updates before it if v is a multiple of 8, then 64 if it is one
-of 64, and so on. So every span of n versions is covered by O(log n) objects, and each update is folded once per power.
+of 64, and so on, as long as a fold stays far smaller than the weights (`worth_folding`). So every span of n versions is
+covered by O(log n) objects where versions change little, and each update is folded once per power.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from deltacast.delta.patch import WeightUpdate
 from deltacast.store.fetch import ObjectRef, content_digest
 from deltacast.store.names import FOLDS, fold_path, parse_fold_path
 from deltacast.store.objects import ObjectBackend
+from deltacast.store.records import VersionRecord
 
-__all__ = ["FOLD_WIDTH", "FoldRef", "aligned_spans", "fold_updates", "list_folds", "write_fold"]
+__all__ = ["FOLD_WIDTH", "FoldRef", "aligned_spans", "fold_updates", "list_folds", "worth_folding", "write_fold"]
 
 FOLD_WIDTH: Final = 8
+
+_SHARE: Final = 8
+"""One change in so many words: it takes 3 bytes of memory for each word of the model to make such a fold (23 for each
+change: two decoded, and one encoded), and it has about a tenth of a bf16 snapshot's bytes. Above that a fold costs ever
+more memory, and saves few bytes over the updates that it stands for: the next anchor is the better way."""
+_FEW_CHANGES: Final = 4 << 20
+"""So many are folded in any case: they take 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,19 @@ def aligned_spans(version: int, first: int) -> Iterator[tuple[int, int]]:
     while version % width == 0 and version - width >= first:
         yield version - width, version
         width *= FOLD_WIDTH
+
+
+def worth_folding(records: Iterable[VersionRecord]) -> bool:
+    """Say whether the updates of these versions should be folded: whether they change few words, taken together.
+
+    Each word counts as often as it changed: how much of that is the same word is only known once they are folded.
+
+    Args:
+        records: of the versions that the updates make, base excluded.
+    """
+    sums = [(record.num_words, 0 if record.update is None else record.update.num_changed) for record in records]
+    num_words = min((words for words, _ in sums), default=0)
+    return sum(changed for _, changed in sums) <= max(num_words // _SHARE, _FEW_CHANGES)
 
 
 def list_folds(backend: ObjectBackend, lowest: int = 0) -> Iterator[FoldRef]:

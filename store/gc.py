@@ -7,14 +7,21 @@ before what it names, and an object that no version names goes only when it is o
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
 from deltacast.delta.checkpoint_digest import Progress
-from deltacast.delta.errors import FormatError, InputError, MissingObjectError, VerificationError
+from deltacast.delta.errors import (
+    FormatError,
+    InputError,
+    MissingObjectError,
+    StoreError,
+    VerificationError,
+)
 from deltacast.store.log import VersionLog
 from deltacast.store.names import (
     FOLDS,
@@ -28,13 +35,15 @@ from deltacast.store.names import (
     snapshot_folder,
     version_path,
 )
-from deltacast.store.objects import ObjectInfo
+from deltacast.store.objects import ObjectBackend, ObjectInfo
 from deltacast.store.plan import require_snapshot_of
 from deltacast.store.readers import Lease, list_leases
 from deltacast.store.records import VersionRecord
 from deltacast.store.snapshots import read_manifest
 
 __all__ = ["DAY_S", "GcReport", "collect"]
+
+_LOG: Final = logging.getLogger(__name__)
 
 DAY_S: Final = 86400.0
 
@@ -66,14 +75,15 @@ def collect(
 
     Any process may do it at any time; neither the writer nor readers need to stop. Of a snapshot only the presence
     and the sizes of its files are looked at before older versions are given up for it: where disks are not to be
-    trusted, run fsck first.
+    trusted, run fsck first. Where no whole snapshot is left for the oldest version to stay, nothing is removed at all:
+    what is missing may be put back, and what else it takes does not look needed until then.
 
     Args:
         log: the store's versions.
         keep: how many of the newest versions stay; at least 1.
         min_age_s: objects that no version names stay until they are so old, by the store's clock. It must exceed the
             time that any publish takes: what a slower one wrote may be gone before its version file names it.
-        dry_run: report what would go, and remove nothing.
+        dry_run: report what would go, and remove nothing; needs no right to write.
         progress: told the bytes of each object that was removed.
 
     Raises:
@@ -83,16 +93,17 @@ def collect(
     """
     if keep < 1 or not (math.isfinite(min_age_s) and min_age_s >= 0):
         raise InputError("a store keeps at least one version, and no age is negative", found=(keep, min_age_s))
-    look = _Look(log, min_age_s)
+    look = _Look(log, min_age_s, dry_run=dry_run)
     look.require_unbroken()
     wanted, held_by = look.oldest_wanted(keep)
     oldest = look.oldest_to_stay(wanted)
+    if oldest is None:
+        _LOG.warning("nothing is removed: no version up to %d has a whole snapshot; fsck says what is damaged", wanted)
+        return GcReport((), (), 0, min(look.records), held_by)
     retired, unneeded = look.retired(oldest), look.unneeded(oldest)
-    for info in () if dry_run else (*retired, *unneeded):
-        log.backend.delete(info.name)
-        if progress is not None:
-            progress(info.num_bytes)
     if not dry_run:
+        retired = _remove(log.backend, retired, progress)
+        unneeded = _remove(log.backend, unneeded, progress)
         log.backend.sweep(min_age_s)
     return GcReport(
         versions=tuple(version for info in retired if (version := parse_version_path(info.name)) is not None),
@@ -103,16 +114,46 @@ def collect(
     )
 
 
+def _remove(backend: ObjectBackend, infos: Iterable[ObjectInfo], progress: Progress | None) -> list[ObjectInfo]:
+    """Remove objects in their order, and return them; who publishes one again since the listing keeps it."""
+    removed: list[ObjectInfo] = []
+    for info in infos:
+        if _is_written_again(backend, info):
+            continue
+        backend.delete(info.name)
+        removed.append(info)
+        if progress is not None:
+            progress(info.num_bytes)
+    return removed
+
+
+def _is_written_again(backend: ObjectBackend, info: ObjectInfo) -> bool:
+    """Whether an object is younger than when it was listed: something is about to name it, or a lease was renewed."""
+    try:
+        return backend.stat(info.name).modified_s > info.modified_s
+    except MissingObjectError:  # another collector was faster
+        return False
+
+
 class _Look:
     """One look at a store: what is there, and what of it may go."""
 
-    def __init__(self, log: VersionLog, min_age_s: float) -> None:
+    def __init__(self, log: VersionLog, min_age_s: float, *, dry_run: bool) -> None:
         self.log, self.min_age_s = log, min_age_s
         # Listed before the head is read: what a version names that is committed in between is then seen to be named.
         self.listed = {info.name: info for info in log.backend.list("")}
         self.records = {record.version: record for record in log.records()}
         self.leases = {lease.path: lease for lease in list_leases(log.backend, signing_key=log.key)}
-        self.now_s = log.backend.now_s()
+        self.now_s = self._time_s(dry_run=dry_run)
+
+    def _time_s(self, *, dry_run: bool) -> float:
+        """Return the store's time. To ask for it is to write: who may only look takes that of the youngest object."""
+        try:
+            return self.log.backend.now_s()
+        except StoreError:
+            if not dry_run:
+                raise
+            return max((info.modified_s for info in self.listed.values()), default=0.0)
 
     def require_unbroken(self) -> None:
         """Raise if a version file is gone that hides others: their versions are lost once what they name is removed.
@@ -144,15 +185,18 @@ class _Look:
         holding = [lease for lease in live if first <= start(lease) < wanted]
         return min([wanted, *map(start, holding)]), tuple(lease.name for lease in holding)
 
-    def oldest_to_stay(self, wanted: int) -> int:
-        """Return the newest version at or below `wanted` that has a snapshot; 0, which keeps all, if there is none."""
+    def oldest_to_stay(self, wanted: int) -> int | None:
+        """Return the newest version at or below `wanted` that has a whole snapshot; 0 in a store without versions.
+
+        None where no snapshot is left: one is damaged or gone, or another collection is at work or was interrupted.
+        """
         manifests = sorted(
             (version, name) for name in self.listed if (version := parse_manifest_path(name)) is not None
         )
         for version, name in reversed(manifests):
             if version <= wanted and version in self.records and self._is_whole(version, name):
                 return version
-        return 0
+        return None if self.records else 0
 
     def retired(self, oldest: int) -> list[ObjectInfo]:
         """List the version files below `oldest`, oldest first: a crash leaves an unbroken run up to the head."""

@@ -6,12 +6,12 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from deltacast.delta.apply import Transaction
+from deltacast.delta.apply import apply_portions
 from deltacast.delta.checkpoint import CheckpointSource
 from deltacast.delta.checkpoint_digest import Progress, digest_checkpoint
 from deltacast.delta.checkpoint_files import CheckpointFiles, MappedFile, fsync_folder
@@ -23,13 +23,13 @@ from deltacast.delta.errors import (
     StoreError,
     VerificationError,
 )
-from deltacast.delta.patch import WeightUpdate
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 from deltacast.delta.state import WeightState
 from deltacast.store.disk_failures import DISK_HINTS, disk_failure
 from deltacast.store.log import VersionLog
 from deltacast.store.plan import Plan, Step, find_plan
 from deltacast.store.records import VersionRecord
-from deltacast.store.replay import replay
+from deltacast.store.replay import replay_portions
 from deltacast.store.snapshots import Manifest, download_snapshot
 
 __all__ = ["materialize"]
@@ -162,10 +162,9 @@ class _Making:
             with self._blaming(snapshot.path):
                 state = _state_of(snapshot, files, self._threads)
             for step in steps:
-                for update in replay(self._log, (step,), threads=self._threads, unusable=self.unusable):
+                for update, portions in replay_portions(self._log, (step,), self.unusable, threads=self._threads):
                     with self._blaming(step.object.path):
-                        _apply(state, update, step)
-                    del update  # the next one is decoded before the loop would let go of it
+                        _apply(state, update, portions, step)
             for mapped in files:
                 mapped.flush()
         finally:
@@ -191,11 +190,11 @@ def _state_of(snapshot: Manifest, files: Iterable[MappedFile], threads: int) -> 
     return state
 
 
-def _apply(state: WeightState, update: WeightUpdate, step: Step) -> None:
+def _apply(
+    state: WeightState, update: WeightUpdate, portions: Iterable[Sequence[SparseWeightPatch]], step: Step
+) -> None:
     try:
-        transaction = Transaction.stage(state, update, undo=False)
-        transaction.write()
-        transaction.commit()
+        apply_portions(state, update, portions)
     except (StateError, InputError) as err:  # the container is the one that was published: the publisher was wrong
         raise VerificationError(f"{step.object.path} does not make the version that it says: {err}",
                                 version=step.target.version) from err  # fmt: skip

@@ -14,7 +14,7 @@ from deltacast.delta.errors import FormatError, InputError, MissingObjectError, 
 from deltacast.delta.table import check_name
 from deltacast.store.names import READERS, is_lease_path, lease_path
 from deltacast.store.objects import ObjectBackend, ObjectInfo
-from deltacast.store.sealed import seal, unseal
+from deltacast.store.sealed import check_number, seal, unseal
 
 __all__ = ["MAX_TTL_S", "Lease", "list_leases", "register_reader", "unregister_reader"]
 
@@ -58,16 +58,20 @@ def register_reader(
         signing_key: the store's.
 
     Raises:
-        InputError: a bad name, a negative version, a time that is not above 0 or too long. Nothing was written.
+        InputError: a bad name or one that is too long for a lease, a version that cannot be, a time that is not above 0
+            or too long. Nothing was written.
         StoreError: the store could not write; an earlier lease is as it was.
     """
-    if type(version) is not int or version < 0:
-        raise InputError("versions count from 0", found=version)
+    check_number(version, "version")
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
         raise InputError("a lease cannot last so long", expected=f"above 0 and at most {MAX_TTL_S} s", found=ttl_s)
     path = lease_path(check_name(name))
     fields = {"path": path, "name": name, "version": version, "ttl_ms": math.ceil(ttl_s * 1000)}
-    backend.replace(path, seal(fields, signing_key))
+    lease = seal(fields, signing_key)
+    if len(lease) > _MAX_LEASE_BYTES:
+        raise InputError("a reader's name is too long", expected=f"a lease of at most {_MAX_LEASE_BYTES} bytes",
+                         found=len(lease))  # fmt: skip
+    backend.replace(path, lease)
     info = backend.stat(path)
     return Lease(path, name, version, info.modified_s + ttl_s, info.num_bytes)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
 
-from deltacast.delta.codec import decode_update
+from deltacast.delta.codec import decode_portions, decode_update
 from deltacast.delta.errors import DeltacastError, FormatError, MissingObjectError, StoreError, VerificationError
-from deltacast.delta.patch import WeightUpdate
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 from deltacast.store.fetch import fetch_ref
 from deltacast.store.log import VersionLog
 from deltacast.store.plan import Step, cheapest_way
 
-__all__ = ["read_step", "replay"]
+__all__ = ["Portions", "open_step", "read_step", "replay", "replay_portions"]
+
+Portions: TypeAlias = tuple[WeightUpdate, Iterator[tuple[SparseWeightPatch, ...]]]
+"""An update without its patches, and these, some at a time."""
+
+_T = TypeVar("_T")
 
 _LOG: Final = logging.getLogger(__name__)
 _BYTES_PER_CHANGE: Final = 16
@@ -34,56 +41,107 @@ def read_step(log: VersionLog, step: Step, *, threads: int = 1) -> WeightUpdate:
             container; the message names the object.
         VerificationError: it is of another run, or between other versions or weights.
     """
-    path, record = step.object.path, step.target
-    num_changed = record.num_words if step.is_fold or record.update is None else record.update.num_changed
-    data = fetch_ref(log.backend, step.object)
-    try:
-        update = decode_update(
-            data, signing_key=log.key, threads=threads, max_decoded_bytes=_BYTES_PER_CHANGE * num_changed
-        )
-    except FormatError as err:
-        raise type(err)(f"{path}: {err.message}", parameter=err.parameter, version=record.version,
-                        expected=err.expected, found=err.found, hint=err.hint) from err  # fmt: skip
-    found = (update.run_id, update.base_version, update.base_digest, update.target_version, update.target_digest,
-             update.table_digest, update.epoch)  # fmt: skip
-    expected = (log.run_id, step.base.version, step.base.state_digest, record.version, record.state_digest,
-                record.table_digest, record.epoch)  # fmt: skip
-    if found != expected:
-        raise VerificationError(f"{path} is not what the version files say", version=record.version,
-                                expected=expected, found=found)  # fmt: skip
+    with _naming(step):
+        update = decode_update(fetch_ref(log.backend, step.object), signing_key=log.key, threads=threads,
+                               max_decoded_bytes=_most_decoded(step))  # fmt: skip
+    _require_step(log, step, update)
     return update
 
 
-def replay(
-    log: VersionLog, steps: Iterable[Step], *, threads: int = 1, unusable: dict[str, DeltacastError] | None = None
-) -> Iterator[WeightUpdate]:
+def open_step(log: VersionLog, step: Step, *, threads: int = 1) -> Portions:
+    """Read one container as `read_step`, whose arguments and errors it has, and decode it some patches at a time.
+
+    Returns:
+        The update without patches, and its patches. What breaks a rule of the format within these is raised when its
+        turn comes: by then the bytes have been those of the record or name.
+    """
+    with _naming(step):
+        update, portions = decode_portions(fetch_ref(log.backend, step.object), signing_key=log.key, threads=threads,
+                                           max_decoded_bytes=_most_decoded(step))  # fmt: skip
+    _require_step(log, step, update)
+
+    def named() -> Iterator[tuple[SparseWeightPatch, ...]]:
+        with _naming(step):
+            yield from portions
+
+    return update, named()
+
+
+def replay(log: VersionLog, steps: Iterable[Step], *, threads: int = 1) -> Iterator[WeightUpdate]:
     """Yield what steps stand for, in order, one at a time in memory.
 
     A fold that is gone or not what it should be is done without: the updates that it stands for come instead.
 
-    Args:
-        log: the store's versions.
-        steps: what to read.
-        threads: for the decoder.
-        unusable: gets the name of each container that cannot be read, and why; with what it holds already, updates
-            among them are not tried again.
-
     Raises:
         As `read_step`, for updates.
     """
-    unusable = {} if unusable is None else unusable
+    return _replay(log, steps, partial(read_step, log, threads=threads), {})
+
+
+def replay_portions(
+    log: VersionLog, steps: Iterable[Step], unusable: dict[str, DeltacastError], *, threads: int = 1
+) -> Iterator[Portions]:
+    """Yield what steps stand for as `replay`, each some patches at a time.
+
+    Args:
+        log: the store's versions.
+        steps: what to read.
+        unusable: gets the name of each container that cannot be opened, and why; with what it holds already, updates
+            among them are not tried again.
+        threads: for the decoder.
+
+    Raises:
+        As `open_step`, for updates.
+    """
+    return _replay(log, steps, partial(open_step, log, threads=threads), unusable)
+
+
+def _replay(
+    log: VersionLog, steps: Iterable[Step], read: Callable[[Step], _T], unusable: dict[str, DeltacastError]
+) -> Iterator[_T]:
     for step in steps:
         try:
-            update = read_step(log, step, threads=threads)
+            found = read(step)
         except (FormatError, VerificationError, StoreError) as err:
             unusable[step.object.path] = err
             if not step.is_fold:
                 raise
             _LOG.warning("fold %s cannot be used: %s", step.object.path, err)
-            yield from replay(log, _unfolded(log, step, unusable), threads=threads, unusable=unusable)
+            yield from _replay(log, _unfolded(log, step, unusable), read, unusable)
         else:
-            yield update
-            del update  # before the next one is decoded: the caller may have let go of it by now
+            yield found
+            del found  # before the next one is read: the caller may have let go of it by now
+
+
+@contextmanager
+def _naming(step: Step) -> Iterator[None]:
+    """Have errors of the format name the object."""
+    try:
+        yield
+    except FormatError as err:
+        if err.message.startswith(step.object.path):
+            raise
+        raise type(err)(f"{step.object.path}: {err.message}", parameter=err.parameter, version=step.target.version,
+                        expected=err.expected, found=err.found, hint=err.hint) from err  # fmt: skip
+
+
+def _most_decoded(step: Step) -> int:
+    record = step.target
+    return _BYTES_PER_CHANGE * (
+        record.num_words if step.is_fold or record.update is None else record.update.num_changed
+    )
+
+
+def _require_step(log: VersionLog, step: Step, update: WeightUpdate) -> None:
+    """Raise unless an update is what the records at its ends say; its patches do not count."""
+    record = step.target
+    found = (update.run_id, update.base_version, update.base_digest, update.target_version, update.target_digest,
+             update.table_digest, update.epoch)  # fmt: skip
+    expected = (log.run_id, step.base.version, step.base.state_digest, record.version, record.state_digest,
+                record.table_digest, record.epoch)  # fmt: skip
+    if found != expected:
+        raise VerificationError(f"{step.object.path} is not what the version files say", version=record.version,
+                                expected=expected, found=found)  # fmt: skip
 
 
 def _unfolded(log: VersionLog, fold: Step, unusable: Collection[str]) -> tuple[Step, ...]:

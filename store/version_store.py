@@ -12,26 +12,34 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from deltacast.delta.checkpoint_digest import Progress
 from deltacast.delta.errors import DeltacastError, InputError, MissingObjectError, ObjectExistsError, StoreError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
-from deltacast.store.anchors import Anchors, anchor_due
+from deltacast.store.anchors import Anchors, anchor_due, carried_files
 from deltacast.store.backends import open_backend
 from deltacast.store.fetch import fetch
-from deltacast.store.folds import FOLD_WIDTH, FoldRef, aligned_spans, fold_updates, list_folds, write_fold
+from deltacast.store.folds import (
+    FOLD_WIDTH,
+    FoldRef,
+    aligned_spans,
+    fold_updates,
+    list_folds,
+    worth_folding,
+    write_fold,
+)
 from deltacast.store.fsck import FsckReport, check
 from deltacast.store.gc import DAY_S, GcReport, collect
 from deltacast.store.log import VersionLog
 from deltacast.store.materialize import materialize
-from deltacast.store.names import RUN_PATH
+from deltacast.store.names import RUN_PATH, VERSIONS
 from deltacast.store.objects import ObjectBackend
 from deltacast.store.plan import Plan, Step, cheapest_way, find_plan, require_snapshot_of
 from deltacast.store.readers import Lease, register_reader, unregister_reader
@@ -44,6 +52,8 @@ from deltacast.store.writer import Writer, utc_now
 __all__ = ["VersionStore"]
 
 _LOG: Final = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class VersionStore:
@@ -85,12 +95,13 @@ class VersionStore:
 
         Raises:
             InputError: a bad URL, run id, number or key.
-            ObjectExistsError: there is a store already.
+            ObjectExistsError: there is a store already, or one of which only `run.json` is lost.
             StoreError: the store failed.
         """
         key = check_key(signing_key)
         run = RunRecord(secrets.token_hex(16) if run_id is None else run_id, utc_now(), first_version)
         backend = where if isinstance(where, ObjectBackend) else open_backend(where, create=True)
+        _require_no_versions(backend)
         try:
             backend.create(RUN_PATH, run.to_bytes(key))
         except ObjectExistsError as err:
@@ -155,7 +166,14 @@ class VersionStore:
         return self.version_log.record(version)
 
     def log(self, limit: int | None = None) -> Iterator[VersionRecord]:
-        """Yield the versions' records, newest first; at most `limit`."""
+        """Yield the versions' records, newest first; at most `limit`.
+
+        Raises:
+            InputError: a negative limit.
+            ChecksumError, FormatError, StoreError: as `VersionLog.records`, while it is iterated.
+        """
+        if limit is not None and limit < 0:
+            raise InputError("a log has no fewer than 0 versions", found=limit)
         return islice(self.version_log.records(), limit)
 
     def follow(
@@ -191,11 +209,15 @@ class VersionStore:
                 return
             pause_s = min(2 * pause_s, longest_s)
 
-    def claim(self) -> None:
+    def claim(self) -> VersionRecord | None:
         """Take over the run: whoever wrote it before can publish nothing more once this has returned.
 
-        It publishes an empty update under a higher epoch (nothing in an empty store). A writer that does not claim
-        takes over with its first publish.
+        It publishes an empty update under a higher epoch. A writer that does not claim takes over with its first
+        publish.
+
+        Returns:
+            The record of the newest version, which is this writer's; None in an empty store, where nothing is
+            published.
 
         Raises:
             FencedError: this object was fenced before, or lost too many times in a row.
@@ -203,6 +225,8 @@ class VersionStore:
         """
         self._require_key()
         self._writer.claim()
+        tip = self._writer.open()
+        return None if tip is None else tip.record
 
     def publish_snapshot(
         self, source: WeightSource, *, version: int | None = None, optimizer_step: int | None = None,
@@ -269,18 +293,19 @@ class VersionStore:
             version: which; `anchor_due` says when it is time.
             source: the weights of that version, bit by bit.
             shard_bytes: as `publish_snapshot`, like the arguments after it.
-            extra_files: files beside the weights.
+            extra_files: files beside the weights; None for those of the newest snapshot up to this version.
             threads: files that are written at once.
             progress: told about each parameter's bytes.
 
         Raises:
-            StoreError: no such version, or the store failed. There is no anchor then.
+            StoreError: no such version, or the store failed. There is no anchor then, or none that is used.
             VerificationError: the source has other weights; what was written of them is never used.
         """
         self._require_key()
         record = self.record(version)
+        files = carried_files(self.version_log, version) if extra_files is None else extra_files
         manifest, ref = self._write_snapshot(
-            source, version, shard_bytes=shard_bytes, extra_files=extra_files, threads=threads, progress=progress
+            source, version, shard_bytes=shard_bytes, extra_files=files, threads=threads, progress=progress
         )
         require_snapshot_of(manifest, record)
         return ref
@@ -302,10 +327,17 @@ class VersionStore:
             without: names of containers and manifests that were found to be of no use.
 
         Raises:
+            InputError: `have` is negative.
             StoreError: no such version, or nothing leads there.
             ChecksumError, FormatError: a version file on the way is damaged.
         """
-        return find_plan(self.version_log, have, self._newest() if want is None else want, without=without)
+        if have is not None:
+            _check_base(have)
+
+        def find(version: int) -> Plan:
+            return find_plan(self.version_log.up_to(version), have, version, without=without)
+
+        return self._newest(find) if want is None else find(want)
 
     def read_update(self, step: Step, *, threads: int = 1) -> WeightUpdate:
         """Read one container of a plan, proven to be what the version files say.
@@ -322,7 +354,7 @@ class VersionStore:
         Raises:
             As `read_update`.
         """
-        return replay(self.version_log, plan.updates, threads=threads)
+        return replay(self.version_log.up_to(plan.want), plan.updates, threads=threads)
 
     def materialize(
         self, version: int | None, out: str | os.PathLike[str], *, threads: int = 4, progress: Progress | None = None
@@ -331,8 +363,11 @@ class VersionStore:
 
         Arguments and errors as `deltacast.store.materialize.materialize`.
         """
-        version = self._newest() if version is None else version
-        return materialize(self.version_log, version, Path(out), threads=threads, progress=progress)
+
+        def make(version: int) -> VersionRecord:
+            return materialize(self.version_log.up_to(version), version, Path(out), threads=threads, progress=progress)
+
+        return self._newest(make) if version is None else make(version)
 
     def fold(self, base: int, target: int, *, threads: int = 1) -> FoldRef:
         """Fold the updates between two versions into one object, and store it as a cache.
@@ -340,16 +375,17 @@ class VersionStore:
         Memory: the fold and one update, decoded.
 
         Raises:
-            InputError: there are not two updates to fold, or they do not fold.
+            InputError: a negative version, there are not two updates to fold, or they do not fold.
             StoreError: no such versions, or no updates between them.
             ChecksumError, FormatError, VerificationError: an update is damaged.
         """
         self._require_key()
+        _check_base(base)
         if target < base + 2:
             raise InputError(
                 "a fold stands for two updates or more", expected=f"a target above {base + 1}", found=target
             )
-        records = [record for record in self.version_log.records(base) if record.version <= target]
+        records = self._records(base, target)
         way = cheapest_way(records, list_folds(self.backend, base), base, target)
         if way is None:
             raise StoreError("no updates lead from one version to the other", version=target, found=f"base {base}")
@@ -359,13 +395,16 @@ class VersionStore:
     def fold_aligned(self, version: int, *, threads: int = 1) -> list[FoldRef]:
         """Make the folds of 8, 64, 512, ... updates that end at a version where it is a multiple of these.
 
-        Folds are a cache: what cannot be made is logged and left. Any process may call it, at any time, once the
+        Only where these change few words together (`deltacast.store.folds.worth_folding`). Folds are a cache: what
+        cannot be made is logged and left. Any process may call it, at any time, once the
         version is published.
         """
         made: list[FoldRef] = []
         versions = self.versions() if version % FOLD_WIDTH == 0 else range(0)
         for base, target in aligned_spans(version, versions.start):
             try:
+                if not worth_folding(self._records(base + 1, target)):
+                    break  # nor are wider spans
                 made.append(self.fold(base, target, threads=threads))
             except DeltacastError as err:
                 _LOG.warning("versions %d to %d could not be folded: %s", base, target, err)
@@ -397,20 +436,49 @@ class VersionStore:
             raise InputError("the store is signed, and only read without its key", found=self.backend.url,
                              hint="Open it with the signing key to change it.")  # fmt: skip
 
-    def _newest(self) -> int:
+    def _records(self, lowest: int, highest: int) -> list[VersionRecord]:
+        """Return the records from `highest` down to `lowest`, or to the oldest."""
+        return list(self.version_log.up_to(highest).records(lowest))
+
+    def _newest(self, get: Callable[[int], T]) -> T:
+        """Return what `get` makes of the newest version; of a newer one, if retention took that one meanwhile."""
         versions = self.versions()
         if not versions:
             raise StoreError("the store has no version yet")
-        return versions[-1]
+        while True:
+            newest = versions[-1]
+            try:
+                return get(newest)
+            except StoreError:
+                versions = self.versions()
+                if not versions or newest in versions:
+                    raise
 
     def _write_snapshot(
-        self, source: WeightSource, version: int, *, shard_bytes: int, extra_files: Mapping[str, Path] | None,
-        threads: int, progress: Progress | None,
+        self, source: WeightSource, version: int, *, shard_bytes: int,
+        extra_files: Mapping[str, Path | bytes] | None, threads: int, progress: Progress | None,
     ) -> tuple[Manifest, SnapshotRef]:  # fmt: skip
         return write_snapshot(
             self.backend, source, run_id=self.run_id, version=version, shard_bytes=shard_bytes,
             extra_files=extra_files or {}, signing_key=self.signing_key, threads=threads, progress=progress,
         )  # fmt: skip
+
+
+def _require_no_versions(backend: ObjectBackend) -> None:
+    """Raise if there are versions of a run of which nothing says any more which it is."""
+    if next(iter(backend.list(VERSIONS)), None) is None:
+        return
+    try:
+        backend.stat(RUN_PATH)
+    except MissingObjectError as err:
+        raise ObjectExistsError(f"there is a store at {backend.url} already, and its {RUN_PATH} is lost",
+                                hint="docs/store.md, section 7, says how to put it back.") from err  # fmt: skip
+
+
+def _check_base(version: int) -> None:
+    """Raise if nothing can begin at a number because it is no version's: -1 does not stand for none."""
+    if version < 0:
+        raise InputError("versions count from 0", found=version)
 
 
 def _after(timeout_s: float | None) -> float:

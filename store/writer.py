@@ -129,18 +129,21 @@ class Writer:
         """
         tip = self.open()
         if tip is not None and tip.record.writer == self.nonce and _leads_to(update, tip.record):
-            return self._commit(tip)  # an attempt that failed may have created the file, and not made it durable
+            record = self._commit(tip)  # an attempt that failed may have created the file, and not made it durable
+            self._keep_object(record, self._encode(update, threads))
+            return record
         head = self._require_follows(update, None if tip is None else tip.record)
-        assert self._epoch is not None
-        data = encode_update(replace(update, epoch=self._epoch), values="delta", signing_key=self._key, threads=threads)
+        data = self._encode(update, threads)
         digest = content_digest(data)
         ref = ObjectRef(update_path(head.version, update.target_version, digest), len(data), digest)
         self._backend.write(ref.path, [data])
-        return self._publish(
+        record = self._publish(
             version=update.target_version, state_digest=update.target_digest, table_digest=head.table_digest,
             num_words=head.num_words, optimizer_step=update.optimizer_step,
             update=UpdateRef(ref, head.version, update.num_changed),
         )  # fmt: skip
+        self._keep_object(record, data)
+        return record
 
     def publish_snapshot(
         self,
@@ -169,6 +172,29 @@ class Writer:
             version=following, state_digest=manifest.state_digest, table_digest=manifest.table_digest,
             num_words=manifest.num_words, optimizer_step=optimizer_step, snapshot=ref,
         )  # fmt: skip
+
+    def _encode(self, update: WeightUpdate, threads: int) -> bytes:
+        assert self._epoch is not None
+        own = replace(update, epoch=self._epoch)
+        return encode_update(own, values="delta", signing_key=self._key, threads=threads)
+
+    def _keep_object(self, record: VersionRecord, data: bytes) -> None:
+        """Write a version's update again if it is gone: gc took it for a dead writer's while this one was held up.
+
+        Once is enough: from the version file on the object is named, and no collection takes it.
+        """
+        if record.update is None:
+            return
+        ref = record.update.object
+        try:
+            self._backend.stat(ref.path)
+        except MissingObjectError as err:
+            if content_digest(data) != ref.digest:
+                raise StoreError(f"the version is published, but {ref.path} is gone", version=record.version,
+                                 expected=ref.digest, found=content_digest(data),
+                                 hint="Publish the next version whole (publish_snapshot).") from err  # fmt: skip
+            _LOG.warning("%s was removed while version %d was published; it is written again", ref.path, record.version)
+            self._backend.write(ref.path, [data])
 
     def _require_follows(self, update: WeightUpdate, head: VersionRecord | None) -> VersionRecord:
         """Return the head, to which an update must apply."""

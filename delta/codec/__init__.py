@@ -9,6 +9,7 @@ of a number that the bytes at hand do not bear out. Start with `container.py`.
 from deltacast.delta.codec.choose import ValuesChoice
 from deltacast.delta.codec.container import (
     MAGIC,
+    decode_portions,
     decode_update,
     encode_update,
     read_header,
@@ -21,6 +22,7 @@ from deltacast.delta.codec.rows import EncodedRound, RoundRows, decode_round, en
 __all__ = [
     "encode_update",
     "decode_update",
+    "decode_portions",
     "write_update",
     "read_update",
     "read_header",

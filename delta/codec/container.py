@@ -10,7 +10,7 @@ import hmac
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -24,7 +24,7 @@ from deltacast.delta.boxes import check_box, to_global
 from deltacast.delta.checkpoint_files import fsync_folder
 from deltacast.delta.codec import layout as lay
 from deltacast.delta.codec.choose import ValuesChoice
-from deltacast.delta.codec.decode import Checked, EntryData, check_layout, decode_entries
+from deltacast.delta.codec.decode import Checked, EntryData, check_decoded_size, check_layout, decode_entries
 from deltacast.delta.codec.encode import encode_patches
 from deltacast.delta.codec.envelope import Envelope, as_format_error
 from deltacast.delta.codec.header import (
@@ -35,15 +35,28 @@ from deltacast.delta.codec.header import (
     read_json,
     write_json,
 )
+from deltacast.delta.codec.portions import cut_portions
 from deltacast.delta.errors import ChecksumError, FormatError
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 
-__all__ = ["MAGIC", "ReadBuffer", "decode_update", "encode_update", "read_header", "read_update", "write_update"]
+__all__ = [
+    "MAGIC",
+    "ReadBuffer",
+    "decode_portions",
+    "decode_update",
+    "encode_update",
+    "read_header",
+    "read_update",
+    "write_update",
+]
 
 ReadBuffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = b"\x89DCU\r\n\x1a\n"
 """High bit, CR LF and LF: a transfer that is not 8-bit clean or rewrites line ends damages it."""
+
+PORTION_CHANGES: Final = 4 << 20
+"""Changes that `decode_portions` decodes together: 40 MiB of positions and bf16 words."""
 
 _PREFIX: Final = struct.Struct("<8sQ")
 _SIGNATURE: Final = struct.Struct("<II")
@@ -219,7 +232,47 @@ def decode_update(
         ChecksumError: a checksum or the signature does not fit.
         FormatError: the bytes break a rule of format 1.
     """
-    view = memoryview(buffer).cast("B")
+    header, checked, payload, sha256 = _opened(memoryview(buffer).cast("B"), signing_key)
+    data = decode_entries(checked, payload, threads=threads, sha256=sha256, max_decoded_bytes=max_decoded_bytes)
+    return as_format_error(lambda: header.envelope.with_patches(_patches(header.entries, data)), "the header")
+
+
+def decode_portions(
+    buffer: ReadBuffer, *, signing_key: bytes | None = None, threads: int = 1, max_decoded_bytes: int | None = None,
+    max_changes: int = PORTION_CHANGES,
+) -> tuple[WeightUpdate, Iterator[tuple[SparseWeightPatch, ...]]]:  # fmt: skip
+    """Decode a container whose bytes are not trusted, some patches at a time: a large one takes little memory.
+
+    Args:
+        buffer: the whole file; kept until the last patches.
+        signing_key: as `decode_update`, like the arguments after it.
+        threads: groups that are decoded at once.
+        max_decoded_bytes: bounds all patches together.
+        max_changes: of the patches that are decoded together; more where large ones cannot be cut (portions.py).
+
+    Returns:
+        The update without its patches, and all of these in their order, some at a time: proven as they come, by
+        group, and valid as long as they are held.
+
+    Raises:
+        ChecksumError, FormatError: as `decode_update`; what is wrong within a group is raised when its turn comes.
+    """
+    header, checked, payload, sha256 = _opened(memoryview(buffer).cast("B"), signing_key)
+    check_decoded_size(checked, max_decoded_bytes)
+
+    def decoded() -> Iterator[tuple[SparseWeightPatch, ...]]:
+        for portion in cut_portions(checked, max_changes):
+            data = decode_entries(
+                portion.checked, payload[portion.payload], threads=threads, sha256=sha256[portion.groups]
+            )
+            yield _patches(header.entries[portion.entries], data)
+            del data  # before the next ones are decoded
+
+    return as_format_error(lambda: header.envelope.with_patches(()), "the header"), decoded()
+
+
+def _opened(view: memoryview, signing_key: bytes | None) -> tuple[UpdateHeader, Checked, memoryview, Sequence[bytes]]:
+    """Check a whole file but for its groups: header, tables, the groups' bytes, and the SHA-256 that each must have."""
     stored = _stored_header(view)
     if signing_key is not None:
         _check_signature(view, stored, signing_key)
@@ -230,16 +283,11 @@ def decode_update(
     header, checked = _parse(view, stored)
     sha256 = [group.sha256 or b"" for group in header.groups] if signing_key is not None else []
     start = _payload_start(stored)
-    data = decode_entries(
-        checked, view[start : start + checked.payload_bytes], threads=threads, sha256=sha256,
-        max_decoded_bytes=max_decoded_bytes,
-    )  # fmt: skip
-    return _assemble(header, data)
+    return header, checked, view[start : start + checked.payload_bytes], sha256
 
 
-def _assemble(header: UpdateHeader, data: Sequence[EntryData]) -> WeightUpdate:
-    patches = tuple(_patch(entry, *mine) for entry, mine in zip(header.entries, data, strict=True))
-    return as_format_error(lambda: header.envelope.with_patches(patches), "the header")
+def _patches(entries: Sequence[EntryHeader], data: Sequence[EntryData]) -> tuple[SparseWeightPatch, ...]:
+    return tuple(_patch(entry, *mine) for entry, mine in zip(entries, data, strict=True))
 
 
 def _patch(entry: EntryHeader, indices: NDArray[np.int64] | None, values: Words) -> SparseWeightPatch:

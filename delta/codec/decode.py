@@ -23,7 +23,7 @@ from deltacast.delta.codec.streams import GapStreams, decode_bitmap, decode_gaps
 from deltacast.delta.errors import ChecksumError, FormatError
 from deltacast.delta.threads import in_order
 
-__all__ = ["Checked", "EntryData", "check_layout", "decode_entries", "decode_group"]
+__all__ = ["Checked", "EntryData", "check_decoded_size", "check_layout", "decode_entries", "decode_group"]
 
 I64: TypeAlias = NDArray[np.int64]
 EntryData: TypeAlias = "tuple[I64 | None, Words]"
@@ -93,7 +93,8 @@ def decode_entries(
     if len(payload) != checked.payload_bytes:
         raise FormatError("the payload has another size than its groups", expected=checked.payload_bytes,
                           found=len(payload))  # fmt: skip
-    pools = _allocate(checked.pools, max_decoded_bytes)
+    check_decoded_size(checked, max_decoded_bytes)
+    pools = _allocate(checked.pools)
 
     def decode(group: int) -> None:
         part = payload[int(checked.offsets[group]) : int(checked.offsets[group + 1])]
@@ -106,18 +107,31 @@ def decode_entries(
     return _slice(checked.layout, pools)
 
 
-def _allocate(pools: Pools, max_decoded_bytes: int | None) -> list[NDArray[Any]]:
-    sizes = pools.offsets[-1].tolist()
-    widths = (8, 8, *lay.WIDTHS, *lay.WIDTHS)
-    total = sum(size * width for size, width in zip(sizes, widths, strict=True))
+def check_decoded_size(checked: Checked, max_decoded_bytes: int | None) -> None:
+    """Raise if positions and words of all groups take more memory than the reader allows; None allows any.
+
+    Raises:
+        FormatError: they would.
+    """
+    total = _decoded_bytes(checked.pools)
     if max_decoded_bytes is not None and total > max_decoded_bytes:
         raise FormatError("the update decodes to more than its reader takes", expected=f"at most {max_decoded_bytes}",
                           found=total)  # fmt: skip
+
+
+def _decoded_bytes(pools: Pools) -> int:
+    widths = (8, 8, *lay.WIDTHS, *lay.WIDTHS)
+    return sum(size * width for size, width in zip(pools.offsets[-1].tolist(), widths, strict=True))
+
+
+def _allocate(pools: Pools) -> list[NDArray[Any]]:
+    sizes = pools.offsets[-1].tolist()
     dtypes = ("<i8", "<i8", *(f"<u{width}" for width in lay.WIDTHS * 2))
     try:
         return [np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
     except MemoryError as err:
-        raise FormatError("the update decodes to more than there is memory", found=f"{total} bytes") from err
+        raise FormatError("the update decodes to more than there is memory",
+                          found=f"{_decoded_bytes(pools)} bytes") from err  # fmt: skip
 
 
 def _slice(layout: Layout, pools: list[NDArray[Any]]) -> list[EntryData]:

@@ -4,7 +4,7 @@ Read `check.py` first; `versions.py` and `snapshots.py` do the two larger parts,
 `findings.py` has it.
 """
 
-from deltacast.store.fsck.check import check
+from deltacast.store.fsck.check import check, find_log
 from deltacast.store.fsck.findings import Damage, FsckReport
 
-__all__ = ["Damage", "FsckReport", "check"]
+__all__ = ["Damage", "FsckReport", "check", "find_log"]

@@ -2,7 +2,7 @@
 
 Nothing is taken on the word of what names it: version files are walked from the newest back by digest, containers are
 decoded, snapshots fingerprinted. One object is held in memory at a time, of a snapshot's file a few MiB, and of each
-version its record. Read `check` first; `fsck_versions.py` and `fsck_snapshots.py` do the two larger parts.
+version its record.
 """
 
 from __future__ import annotations
@@ -21,14 +21,39 @@ from deltacast.store.fsck.findings import Damage, Finding, Findings, FsckReport
 from deltacast.store.fsck.snapshots import check_snapshot
 from deltacast.store.fsck.versions import walk_versions
 from deltacast.store.log import VersionLog, head_hint
-from deltacast.store.names import HEAD_PATH, MANIFEST_NAME, RUN_PATH, parse_version_path, version_path
+from deltacast.store.names import HEAD_PATH, MANIFEST_NAME, RUN_PATH, VERSIONS, parse_version_path, version_path
+from deltacast.store.objects import ObjectBackend
 from deltacast.store.plan import Step, require_snapshot_of
 from deltacast.store.readers import list_leases
-from deltacast.store.records import MAX_RUN_FILE_BYTES, RunRecord, VersionRecord
+from deltacast.store.records import MAX_RUN_FILE_BYTES, MAX_VERSION_FILE_BYTES, RunRecord, VersionFile, VersionRecord
 from deltacast.store.replay import read_step
 from deltacast.store.snapshots import list_snapshots, read_manifest
 
-__all__ = ["check"]
+__all__ = ["check", "find_log"]
+
+
+def find_log(backend: ObjectBackend, key: bytes | None) -> VersionLog:
+    """Return the versions of a store, also of one whose `run.json` is lost: then its newest version says of which run.
+
+    Args:
+        backend: where the store is.
+        key: signing key; with one, only what is signed with it counts.
+
+    Raises:
+        MissingObjectError: there is no `run.json`, and no version file that can be read.
+        ChecksumError, FormatError: `run.json` is damaged, and no version file can be read.
+        StoreError: the store failed.
+    """
+    try:
+        raw = fetch(backend, RUN_PATH, max_bytes=MAX_RUN_FILE_BYTES)
+        return VersionLog(backend, RunRecord.from_bytes(raw, key).run_id, key)
+    except (FormatError, MissingObjectError):
+        found = (parse_version_path(info.name) for info in backend.list(VERSIONS))
+        for version in sorted((version for version in found if version is not None), reverse=True):
+            with suppress(FormatError, MissingObjectError):
+                raw = fetch(backend, version_path(version), max_bytes=MAX_VERSION_FILE_BYTES)
+                return VersionLog(backend, VersionFile.from_bytes(raw, key, version).record.run_id, key)
+        raise
 
 
 def check(log: VersionLog, *, progress: Progress | None = None) -> FsckReport:
@@ -176,8 +201,11 @@ class _Check:
     def _in_reach(self) -> set[int]:
         """Return the versions that a reader finds who walks back from the newest as far as version files let it."""
         found: set[int] = set()
-        with suppress(DeltacastError):
-            found.update(record.version for record in self.log.records())
+        for version in self.walk.chain:  # damage to the newest files keeps nobody from the versions before them
+            with suppress(DeltacastError):
+                found.update(record.version for record in self.log.up_to(version).records())
+            if found:
+                break
         return found.intersection(self.walk.chain)
 
     def _made(self, in_reach: set[int]) -> set[int]:

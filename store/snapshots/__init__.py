@@ -6,7 +6,7 @@ and, written last, the manifest that makes these files a snapshot. Read `manifes
 """
 
 from deltacast.store.snapshots.manifest import Manifest, SnapshotFile, list_snapshots, read_manifest
-from deltacast.store.snapshots.read import download_snapshot, open_snapshot
+from deltacast.store.snapshots.read import download_snapshot, open_snapshot, read_extra_files
 from deltacast.store.snapshots.write import extra_files_of, write_snapshot
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "extra_files_of",
     "list_snapshots",
     "open_snapshot",
+    "read_extra_files",
     "read_manifest",
     "write_snapshot",
 ]

@@ -24,7 +24,7 @@ from deltacast.delta.threads import in_order
 from deltacast.store.objects import ObjectBackend
 from deltacast.store.snapshots.manifest import FileHash, Manifest, SnapshotFile
 
-__all__ = ["download_snapshot", "open_snapshot"]
+__all__ = ["download_snapshot", "open_snapshot", "read_extra_files"]
 
 _PIECE_BYTES: Final = 16 << 20
 _CANNOT_CLONE: Final = {
@@ -129,6 +129,23 @@ def _read_at(descriptor: int, path: str, start: int, out: memoryview) -> None:
         if not got:
             raise StoreError(f"the copy of {path} is too short")
         out, start = out[got:], start + got
+
+
+def read_extra_files(backend: ObjectBackend, manifest: Manifest) -> dict[str, bytes]:
+    """Return what lies beside a snapshot's weights, held to the manifest: name -> bytes, at most 64 MiB each.
+
+    Raises:
+        MissingObjectError: a file is gone from the store.
+        ChecksumError: a file has another size or content than the manifest says; the message names the object.
+        StoreError: the store failed.
+    """
+    found: dict[str, bytes] = {}
+    for file in manifest.files:
+        if file.role == "extra":
+            path = manifest.object_name(file)
+            _require_size(backend, path, file)
+            found[file.name] = b"".join(_checked(partial(backend.read_into, path), path, file, 1))
+    return found
 
 
 def open_snapshot(backend: ObjectBackend, manifest: Manifest) -> CheckpointSource:

@@ -24,7 +24,7 @@ from deltacast.delta.bits import Words, strided_words
 from deltacast.delta.checkpoint_digest import Progress
 from deltacast.delta.checkpoint_files import INDEX_NAME
 from deltacast.delta.codec.envelope import dump_json
-from deltacast.delta.errors import InputError, ObjectExistsError
+from deltacast.delta.errors import InputError, MissingObjectError, ObjectExistsError, StoreError
 from deltacast.delta.fingerprint import add, words_fingerprint
 from deltacast.delta.safetensors_header import build_header, strict_json
 from deltacast.delta.sources import WeightSource, matched
@@ -72,7 +72,7 @@ def write_snapshot(
     run_id: str,
     version: int,
     shard_bytes: int = 4 << 30,
-    extra_files: Mapping[str, Path] | None = None,
+    extra_files: Mapping[str, Path | bytes] | None = None,
     signing_key: bytes | None = None,
     threads: int = 4,
     progress: Progress | None = None,
@@ -92,7 +92,7 @@ def write_snapshot(
         run_id: the lineage of versions.
         version: which version these weights are.
         shard_bytes: tensors' bytes of one shard, at most; a larger tensor gets a shard of its own.
-        extra_files: name -> file that goes along (`extra_files_of`).
+        extra_files: name -> file that goes along (`extra_files_of`), or its bytes (`read_extra_files`).
         signing_key: signs the manifest, which then also holds a SHA-256 of each file.
         threads: for fingerprints.
         progress: told about the tensors' bytes as they are handed to the store.
@@ -107,7 +107,8 @@ def write_snapshot(
         DTypeError: a dtype that safetensors has no code for.
         OSError: an extra file cannot be read.
         StoreError: the store failed. In every case there is no manifest, so no snapshot; files that were written
-            before are unreferenced, and gc removes them in time.
+            before are unreferenced, and gc removes them in time. Or a file was removed while others were written
+            (gc, from a writer that was held up): the manifest stays, and readers pass it over.
     """
     _check(run_id, version, extra_files or {})
     metas = list(source.metas())
@@ -264,17 +265,31 @@ def _index(shards: Sequence[_Shard]) -> bytes:
     return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}) + b"\n"
 
 
-def _check(run_id: str, version: int, extra_files: Mapping[str, Path]) -> None:
+def _require_files(backend: ObjectBackend, manifest: Manifest) -> None:
+    """Raise if a file is gone: gc takes files that no manifest lists, once they are older than any writer should be."""
+    for file in manifest.files:
+        try:
+            backend.stat(manifest.object_name(file))
+        except MissingObjectError as err:
+            raise StoreError(
+                f"{manifest.object_name(file)} was removed while its snapshot was written", version=manifest.version,
+                hint="Write it again. gc must wait (min_age_s) for longer than any writer is held up.",
+            ) from err  # fmt: skip
+
+
+def _check(run_id: str, version: int, extra_files: Mapping[str, Path | bytes]) -> None:
     check_run_id(run_id)
     check_number(version, "version")
     for name, file in extra_files.items():
         if not is_extra_name(name):
             raise InputError("a file that must not go along with weights", found=ascii(name)[:200])
-        if file.stat().st_size > MAX_EXTRA_BYTES:
+        if isinstance(file, Path) and file.stat().st_size > MAX_EXTRA_BYTES:
             raise InputError(f"{file} is too large to go along", expected=f"at most {MAX_EXTRA_BYTES} bytes")
 
 
-def _read_extra(file: Path) -> bytes:
+def _read_extra(file: Path | bytes) -> bytes:
+    if isinstance(file, bytes):
+        return file
     with file.open("rb") as opened:  # bounded: it may have grown since it was checked
         return opened.read(MAX_EXTRA_BYTES + 1)
 
@@ -287,4 +302,5 @@ def _commit(backend: ObjectBackend, manifest: Manifest, key: bytes | None) -> Sn
     except ObjectExistsError:
         if backend.read(manifest.path) != raw:  # else a first attempt whose answer was lost
             raise
+    _require_files(backend, manifest)
     return SnapshotRef(manifest.path, len(raw), content_digest(raw), manifest.weights_bytes)

@@ -383,6 +383,14 @@ def test_a_signed_store_is_not_written_without_its_key(tmp_path: Path, run: Run)
     run("store", "pull", store, "-o", tmp_path / "unchecked")
 
 
+def test_fsck_says_what_is_left_without_the_file_that_makes_a_store(chain: Path, run_json: RunJson) -> None:
+    """Every other command stops there."""
+    (chain / "run.json").unlink()
+    document = run_json("store", "fsck", chain, code=1)
+    assert [damage["path"] for damage in document["damaged"]] == ["run.json"]
+    assert (document["materialisable"], document["lost"]) == (list(range(10)), [])
+
+
 @pytest.mark.parametrize("args", [("log",), ("push", "x"), ("pull", "-o", "y"), ("fsck",), ("plan",)])
 def test_without_a_store_the_way_to_one_is_said(
     tmp_path: Path, run: Run, run_json: RunJson, args: tuple[str, ...]

@@ -15,7 +15,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from delta_form import update_as_delta
-from deltacast.delta.apply import Transaction, TransactionState, apply_update
+from deltacast.delta.apply import Transaction, TransactionState, apply_portions, apply_update
 from deltacast.delta.bits import Words, strided_words
 from deltacast.delta.diff import diff_state, seed
 from deltacast.delta.errors import (
@@ -876,3 +876,42 @@ def _correct(fields: list[dict[str, Any]], message: str, expected: str, found: s
         if "other bits" in message and each["fingerprint_before"] == int(found, 16):
             each["fingerprint_before"] = int(expected, 16)
             return
+
+
+def test_patches_may_come_some_at_a_time() -> None:
+    """One by one: the same words, version and digest as all together."""
+    state, other = _base(), _base()
+    update = _next(state)
+    apply_portions(state, replace(update, patches=()), ([patch] for patch in update.patches))
+    apply_update(other, update)
+    assert (state.version, state.digest) == (other.version, other.digest) == (6, update.target_digest)
+    assert [m.read_all().tobytes() for m in state.memories] == [m.read_all().tobytes() for m in other.memories]
+    assert state.audit() == []
+
+
+def test_patches_that_end_early_leave_no_version() -> None:
+    """One is missing, or what yields them fails: the words are of no version, and the state says so."""
+    for failing in (False, True):
+        state = _base()
+        update = _next(state)
+
+        def come(patches: tuple[SparseWeightPatch, ...] = update.patches, *, fail: bool = failing) -> Any:
+            yield from ([patch] for patch in patches[:-1])
+            if fail:
+                raise OSError("the disk failed")
+
+        with pytest.raises(OSError if failing else VerificationError):
+            apply_portions(state, replace(update, patches=()), come())
+        assert state.version is None
+
+
+def test_patches_for_another_base_or_of_a_seed_are_not_asked_for() -> None:
+    """Nothing is written, and the state keeps its version."""
+    state = _base()
+    update = replace(_next(state), patches=())
+    none: list[Any] = []
+    with pytest.raises(BaseError):
+        apply_portions(state, replace(update, base_version=4), none)
+    with pytest.raises(InputError, match="seed"):
+        apply_portions(state, replace(update, base_version=None, base_digest=None), none)
+    assert state.version == 5

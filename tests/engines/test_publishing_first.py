@@ -17,7 +17,7 @@ from deltacast.store import VersionStore
 from deltacast.store.objects import Buffer
 from engine_processes import Policy
 from engine_setups import EVERY_WIRE, TolerantClient, in_process, trainer_of
-from failing_backend import FullDisk, Gate, cut_off_from, nothing, only
+from failing_backend import FullDisk, Gate, cut_off_from, nothing
 from stored_runs import covered, failing_store, reopened, stored
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,11 +91,19 @@ def test_a_publish_that_failed_aborts_the_round(wire: str) -> None:
 
 
 def test_an_answer_that_was_lost_is_looked_up() -> None:
-    """The version file exists, though its creation seemed to fail: that is COMMIT."""
-    fleet = Fleet()
+    """The version file exists, though its creation seemed to fail: once a later attempt confirms it, that is COMMIT."""
+    fleet, created = Fleet(), list[str]()
     with fleet.running() as (trainer, worker):
         fleet.policy.step(0)
-        fleet.backend.after = only("create", "versions/")
+
+        def lose(call: str, name: str) -> None:
+            """Lose the answers to both attempts of the first publish."""
+            if call == "create" and name.startswith("versions/"):
+                created.append(name)
+                if len(created) <= 2:
+                    raise StoreError(f"no answer to {call} {name}")
+
+        fleet.backend.after = lose
         assert trainer.send_weights().published_through == 1
         assert (worker.status.status, worker.status.version) == (ServingStatus.SERVING, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_a_worker_that_reports_an_absurd_version_of_the_run_cannot_fill_the_stor
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_another_run_is_refused_and_the_store_left_as_it_is(kind: str, tmp_path: Path) -> None:
     """The message names both."""
-    store = VersionStore.create(open_backend(tmp_path if kind == "local" else "memory://other", create=True))
+    store = VersionStore.create(
+        open_backend(tmp_path if kind == "local" else f"memory://{secrets.token_hex(8)}", create=True)
+    )
     store.publish_snapshot(ModuleSource(Policy(0)))
     before = everything_in(store)
     with pytest.raises(InputError, match=f"another run.*{RUN}.*{store.run_id}"):
@@ -173,7 +176,9 @@ def test_another_run_is_refused_and_the_store_left_as_it_is(kind: str, tmp_path:
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_another_parameter_table_is_refused_and_the_store_left_as_it_is(kind: str, tmp_path: Path) -> None:
     """Where the store's files are at hand the message names the parameter."""
-    store = VersionStore.create(open_backend(tmp_path if kind == "local" else "memory://table", create=True))
+    store = VersionStore.create(
+        open_backend(tmp_path if kind == "local" else f"memory://{secrets.token_hex(8)}", create=True)
+    )
     store.publish_snapshot(StateDictSource({"a": torch.zeros(3), "b": torch.zeros(2)}))
     before = everything_in(store)
     other = StateDictSource({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
@@ -190,7 +195,9 @@ def test_the_baseline_lies_in_the_order_of_the_source_whatever_the_order_in_the_
     """A streamed round copies it in that order; nothing is left in the folder that was used on the way."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    store = VersionStore.create(open_backend(tmp_path / "s" if kind == "local" else "memory://order", create=True))
+    store = VersionStore.create(
+        open_backend(tmp_path / "s" if kind == "local" else f"memory://{secrets.token_hex(8)}", create=True)
+    )
     tensors = {name: torch.arange(4.0) + number for number, name in enumerate("zebra")}
     store.publish_snapshot(StateDictSource(dict(sorted(tensors.items()))))
     options: dict[str, Any] = {"placement": "mmap", "baseline_folder": str(scratch), "run_id": ""}
@@ -206,7 +213,7 @@ def test_the_baseline_lies_in_the_order_of_the_source_whatever_the_order_in_the_
 
 def test_a_run_of_signed_objects_goes_on() -> None:
     """With the key; the anchor that is due is signed as well."""
-    backend = open_backend("memory://signed", create=True)
+    backend = open_backend(f"memory://{secrets.token_hex(8)}", create=True)
     store = VersionStore.create(backend, run_id=RUN, signing_key=b"key" * 11)
     policy = Policy(0)
     for step in range(2):

@@ -18,9 +18,10 @@ import store_setups as setups
 from deltacast.delta.codec import decode_update, encode_update
 from deltacast.delta.errors import FencedError, InputError, StoreError
 from deltacast.delta.patch import WeightUpdate
+from deltacast.store import folds
 from deltacast.store.backends.memory import MemoryBackend
 from deltacast.store.fetch import content_digest
-from deltacast.store.folds import aligned_spans, fold_updates, list_folds
+from deltacast.store.folds import aligned_spans, fold_updates, list_folds, worth_folding
 from deltacast.store.names import fold_path, update_path
 from deltacast.store.objects import ObjectBackend
 from deltacast.store.version_store import VersionStore
@@ -60,6 +61,29 @@ def test_the_writer_folds_aligned_spans(backend: ObjectBackend) -> None:
     assert [step.is_fold for step in plan.updates] == [True, False, False]
     for have in (0, 3, 8, 57, 63):
         assert setups.same(setups.replayed(weights[have], have, store.updates(store.plan(have))), weights[66])
+
+
+def test_what_changes_much_is_not_folded(memory: ObjectBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 51 words 6 are an eighth: spans whose changes add up to more are left, and so are the wider ones over them."""
+    monkeypatch.setattr(folds, "_FEW_CHANGES", 0)
+    store, weights = setups.filled_store(memory, 0)
+    for version in range(72):
+        num_changed = int(version % 8 < 2) if version < 64 else 0
+        weights.append(setups.next_weights(weights[-1], version, num_changed))
+        store.publish_update(setups.update_between(weights[-2], weights[-1], version))
+    assert spans(memory) == [(base, base + 8) for base in range(0, 72, 8)]
+    records = list(store.log())
+    assert worth_folding(records[8:16])
+    assert not worth_folding(records[8:])
+    assert setups.same(setups.replayed(weights[0], 0, store.updates(store.plan(0))), weights[72])
+
+
+def test_few_changes_are_folded_however_small_the_model(memory: ObjectBackend) -> None:
+    """More than there are words, but nobody minds the memory."""
+    store, _ = setups.filled_store(memory, 8)
+    changes = [record.update.num_changed for record in store.log() if record.update is not None]
+    assert sum(changes) > 51
+    assert spans(memory) == [(0, 8)]
 
 
 def test_folds_can_be_left_to_others(memory: ObjectBackend) -> None:

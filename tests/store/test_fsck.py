@@ -16,11 +16,11 @@ import pytest
 
 from crashing_store import FailingDisk
 from deltacast.delta.codec import encode_update
-from deltacast.delta.errors import DeltacastError
+from deltacast.delta.errors import DeltacastError, FormatError, MissingObjectError, ObjectExistsError
 from deltacast.store.backends import open_backend
 from deltacast.store.fetch import ObjectRef, content_digest
-from deltacast.store.fsck import FsckReport
-from deltacast.store.names import fold_path, update_path, version_path
+from deltacast.store.fsck import FsckReport, check, find_log
+from deltacast.store.names import RUN_PATH, fold_path, update_path, version_path
 from deltacast.store.records import UpdateRef, VersionFile
 from deltacast.store.snapshots.manifest import read_manifest
 from deltacast.store.version_store import VersionStore
@@ -56,7 +56,7 @@ COSTS: Final[dict[str, tuple[int, ...]]] = {
     "updates/9": (9, 10),
     "updates/10": (10,),
     **{f"versions/{version}": () for version in range(NEWEST)},
-    "versions/10": ALL,
+    "versions/10": (10,),
 }
 """Versions that damage to an object costs: snapshots of 0 and 5, a fold of 0 to 8, the newest version 10."""
 
@@ -337,6 +337,32 @@ def test_a_signed_store_takes_nothing_that_is_not_signed(tmp_path: Path) -> None
     assert report.materialisable == ()
     signed, _ = filled_store(new_backend("memory", tmp_path), 3, key=KEY)
     assert VersionStore.open(signed.backend).fsck() == FsckReport((), (), (0, 1, 2, 3), ())
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "gone"])
+def test_a_store_without_its_first_file_is_checked(store: VersionStore, gone: bool) -> None:
+    """Which run it is of is in every version file: that `run.json` cannot be read is the one thing that is wrong."""
+    raw = store.backend.read(RUN_PATH)
+    store.backend.delete(RUN_PATH)
+    if not gone:
+        store.backend.replace(RUN_PATH, raw[:-3] + b"?" + raw[-2:])
+    store.backend.replace(version_path(NEWEST), b"?")
+    report = check(find_log(store.backend, store.signing_key))
+    assert [damage.path for damage in report.damaged] == [version_path(NEWEST), RUN_PATH]
+    assert report.materialisable == ALL[:-1]
+    with pytest.raises(ObjectExistsError, match=r"run\.json is lost" if gone else "there is a store"):
+        VersionStore.create(store.backend)
+
+
+def test_a_store_of_which_no_file_says_the_run_is_none(tmp_path: Path) -> None:
+    """The error is that of `run.json`."""
+    backend = new_backend("memory", tmp_path)
+    with pytest.raises(MissingObjectError, match=RUN_PATH):
+        find_log(backend, None)
+    backend.create(RUN_PATH, b"?")
+    backend.create(version_path(0), b"?")
+    with pytest.raises(FormatError, match=RUN_PATH):
+        find_log(backend, None)
 
 
 def test_an_empty_store_is_whole(tmp_path: Path) -> None:

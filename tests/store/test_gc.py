@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from deltacast.delta.errors import FencedError, FormatError, InputError, VerificationError
+from deltacast.delta.errors import FencedError, FormatError, InputError, StoreError, VerificationError
 from deltacast.store.backends.memory import MemoryBackend
 from deltacast.store.gc import DAY_S, GcReport
 from deltacast.store.names import version_path
 from deltacast.store.objects import Buffer, ObjectBackend
 from deltacast.store.readers import MAX_TTL_S, register_reader
 from deltacast.store.version_store import VersionStore
+from failing_backend import FailingBackend, nothing
 from store_setups import (
     KEY,
     Weights,
@@ -223,6 +225,68 @@ def test_a_publish_in_flight_loses_nothing() -> None:
     backend.before = None
     assert store.gc(1).oldest == 11
     assert_whole(store, weights, 11)
+
+
+@pytest.mark.parametrize("again", ["before", "while"])
+def test_an_object_that_is_published_again_stays(again: str, tmp_path: Path) -> None:
+    """A writer left an update without a version file; days later it is published again, before or while gc is at it."""
+    backend = Clocked()
+    store, weights = filled_store(backend, 2, folds=False)
+    weights.append(next_weights(weights[2], 9))
+    update = update_between(weights[2], weights[3], 2)
+    rehearsal, _ = filled_store(new_backend("memory", tmp_path), 2, folds=False)
+    ref = rehearsal.publish_update(update).update
+    assert ref is not None
+    backend.write(ref.object.path, [rehearsal.backend.read(ref.object.path)])
+    backend.now += 2 * DAY_S
+    seen = FailingBackend(backend)
+
+    def publish(call: str, name: str) -> None:
+        if call == "stat" and name == ref.object.path:
+            seen.before = nothing
+            store.publish_update(update)
+
+    if again == "before":
+        store.publish_update(update)
+    else:
+        seen.before = publish
+    report = VersionStore.open(seen).gc(100)
+    assert report == GcReport((), (), 0, 0, ())
+    assert_whole(store, weights, 0)
+
+
+@pytest.mark.parametrize("lost", ["the manifest", "version file 0", "version file 5"])
+def test_what_a_lost_file_hides_is_not_collected(lost: str) -> None:
+    """The only manifest or a version file vanishes, gc is run, the file is put back: every version is there."""
+    backend = Clocked()
+    store, weights = filled_store(backend, NEWEST)
+    snapshot = store.record(0).snapshot
+    assert snapshot is not None
+    name = snapshot.path if lost == "the manifest" else version_path(int(lost[-1]))
+    backend.now += 2 * DAY_S
+    raw = backend.read(name)
+    backend.delete(name)
+    with suppress(FormatError):  # that it refuses is as good
+        assert store.gc(2).objects == ()
+    backend.create(name, raw)
+    assert_whole(store, weights, 0)
+
+
+def test_a_dry_run_needs_no_right_to_write() -> None:
+    """Without a clock, which takes a write to read, things count as old as they are to the youngest object."""
+    backend = Clocked()
+    store, _ = anchored_store(backend)
+    expected = store.gc(2, min_age_s=0, dry_run=True)
+    assert expected.objects
+
+    class ReadOnly(FailingBackend):
+        def now_s(self) -> float:
+            raise StoreError("Read-only file system")
+
+    reader = VersionStore.open(ReadOnly(backend))
+    assert reader.gc(2, min_age_s=0, dry_run=True) == expected
+    with pytest.raises(StoreError, match="Read-only"):
+        reader.gc(2, min_age_s=0)
 
 
 def test_files_of_a_snapshot_go_together_and_none_before_the_youngest_is_old() -> None:

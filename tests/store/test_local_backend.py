@@ -354,6 +354,36 @@ def test_sweep_removes_old_drafts_only(backend: LocalBackend, root: Path) -> Non
     assert backend.read("a") == b"1"
 
 
+def test_a_draft_that_was_swept_away_is_said_to_be(backend: LocalBackend, root: Path) -> None:
+    """A collector took a writer that was held up for a dead one: the write fails, says so, and can be repeated."""
+
+    def pieces() -> Iterator[bytes]:
+        yield b"half"
+        (draft,) = drafts(root)
+        draft.unlink()
+        yield b"whole"
+
+    with pytest.raises(StoreError, match=r"cannot write .*updates/a: its draft was swept away.*min_age_s"):
+        backend.write("updates/a", pieces())
+    assert list(backend.list("")) == []
+    assert backend.write("updates/a", [b"whole"]) == 5
+
+
+def test_a_link_in_place_of_the_drafts_leads_nowhere(backend: LocalBackend, root: Path, tmp_path: Path) -> None:
+    """Swapped in while a process lives: nothing is written through it, and nothing behind it is removed."""
+    backend.create("a", b"1")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"old")
+    os.utime(outside / "precious", (1, 1))
+    (root / ".tmp").rmdir()
+    (root / ".tmp").symlink_to(outside)
+    for act in (lambda: backend.sweep(0.0), lambda: backend.create("b", b"2"), backend.now_s):
+        with pytest.raises(StoreError, match="leads out of the store"):
+            act()
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
 def test_of_racing_processes_exactly_one_wins_each_name(root: Path) -> None:
     """Three processes, two hundred names: every name has one winner, and holds the winner's bytes."""
     context = multiprocessing.get_context("spawn")

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
+import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 import store_setups as setups
 from deltacast.delta.errors import ChecksumError, FormatError, InputError, StoreError, VerificationError
@@ -232,3 +236,37 @@ def test_not_every_way_is_tried(memory: ObjectBackend, tmp_path: Path) -> None:
         store.materialize(10, tmp_path / "out", threads=1)
     told = [version for version in range(11) if weights_file(memory, version) in str(caught.value)]
     assert told == list(range(3, 11))
+
+
+def test_a_full_disk_is_no_fault_of_the_store(memory: ObjectBackend, tmp_path: Path) -> None:
+    """The error names the output and what to do; no other way is tried, and nothing is left."""
+    store, weights = setups.filled_store(memory, 2, folds=False)
+    store.add_anchor(1, setups.source_of(weights[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=rf"cannot write {tmp_path}/out: File too large.*ulimit -f"):
+            store.materialize(2, tmp_path / "out", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_shards_than_files_may_be_open(memory: ObjectBackend, tmp_path: Path) -> None:
+    """Before Python 3.13 a mapping keeps a descriptor: the error names a shard and the limit, and not the snapshot."""
+    tensors = {f"p{number:03}": torch.full((4,), float(number)) for number in range(64)}
+    store = setups.new_store(memory)
+    store.publish_snapshot(StateDictSource(tensors), shard_bytes=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    room_for_32 = next(most for most in count(32) if most - sum(number < most for number in opened) == 32)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (room_for_32, limits[1]))
+    try:
+        if sys.version_info >= (3, 13):
+            store.materialize(0, tmp_path / "out", threads=1)
+            return
+        with pytest.raises(InputError, match=r"cannot map .*weights-000\d\d-of-00064.*: Too many open.*ulimit -n"):
+            store.materialize(0, tmp_path / "out", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 from deltacast.delta.errors import InputError
 from deltacast.store.backends.memory import MemoryBackend
 from deltacast.store.readers import MAX_TTL_S, list_leases, register_reader, unregister_reader
+from failing_backend import FailingBackend, only
 from store_setups import KEY
 
 NAMES = ["worker-0", "../../etc/passwd", "a/b c\n", "węzeł", "x" * 1000]
@@ -70,7 +71,7 @@ def test_a_reader_that_unregisters_holds_nothing(backend: MemoryBackend) -> None
     ("name", "version", "ttl_s"),
     [
         ("", 0, 60), ("a\0b", 0, 60), ("\ud800", 0, 60), ("a", -1, 60), ("a", True, 60), ("a", 0, 0), ("a", 0, -1),
-        ("a", 0, math.nan), ("a", 0, math.inf), ("a", 0, MAX_TTL_S + 1),
+        ("a", 0, math.nan), ("a", 0, math.inf), ("a", 0, MAX_TTL_S + 1), ("a", 1 << 63, 60), ("a" * 4000, 0, 60),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_lease_is_refused(backend: MemoryBackend, name: str, version: int, ttl_s: float) -> None:
@@ -94,6 +95,14 @@ def test_a_lease_that_cannot_be_read_holds_everything_for_a_while(backend: Memor
         for lease in list_leases(backend, signing_key=KEY):
             assert lease.path in (path, unsigned)
             assert (lease.name, lease.version, lease.expires_s) == (None, 0, 1000 + MAX_TTL_S)
+
+
+def test_a_lease_that_the_disk_refuses_to_read_holds_everything(backend: MemoryBackend) -> None:
+    """One of a user with a private umask, or on a bad sector, counts as one that is damaged."""
+    register_reader(backend, "a user with umask 077", 6, 60)
+    refusing = FailingBackend(backend)
+    refusing.before = only("read", "readers/")
+    assert [(lease.name, lease.version) for lease in list_leases(refusing)] == [(None, 0)]
 
 
 def test_a_lease_that_was_copied_to_another_name_is_not_read(backend: MemoryBackend) -> None:

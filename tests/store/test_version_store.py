@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,8 +76,20 @@ def test_an_empty_store_says_so(backend: ObjectBackend) -> None:
             ask()
     with pytest.raises(InputError, match="an empty store"):
         store.publish_update(an_update())
-    store.claim()
+    assert store.claim() is None
     assert names(backend) == ["run.json"]
+
+
+def test_negative_numbers_are_refused(memory: ObjectBackend) -> None:
+    """No version and no length of a log is below 0; nothing is made."""
+    store, _ = setups.filled_store(memory, 3)
+    asked: list[Callable[[], object]] = [
+        lambda: store.plan(-1), lambda: store.plan(-1, 2), lambda: store.fold(-5, 3), lambda: store.log(-1),
+    ]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(InputError, match=r"count from 0|fewer than 0"):
+            ask()
+    assert list(store.log(0)) == []
 
 
 def test_a_store_is_made_once(backend: ObjectBackend) -> None:
@@ -249,10 +262,9 @@ def test_a_claim_stops_every_older_writer(backend: ObjectBackend) -> None:
     """A claim is an empty update of a higher epoch; claiming twice changes nothing more."""
     old, weights = setups.filled_store(backend, 1)
     new = VersionStore.open(backend)
-    new.claim()
-    new.claim()
-    head = new.head()
+    head = new.claim()
     assert head is not None
+    assert new.claim() == new.head() == head
     assert (head.version, head.epoch, head.state_digest) == (2, 2, setups.state_digest(weights[1]))
     assert head.update is not None
     assert head.update.num_changed == 0
@@ -277,8 +289,7 @@ def test_claims_that_lose_a_race_are_made_again(memory: ObjectBackend) -> None:
             super().create(name, data)
 
     new = VersionStore.open(Overtaken(memory.url.removeprefix("memory://")))
-    new.claim()
-    head = new.head()
+    head = new.claim()
     assert head is not None
     assert (head.version, head.epoch) == (4, 2)
     with pytest.raises(FencedError):
@@ -582,8 +593,9 @@ def test_with_a_key_an_unsigned_store_is_refused(memory: ObjectBackend) -> None:
     setups.filled_store(memory, 1)
     with pytest.raises(ChecksumError, match=r"run\.json is not signed"):
         VersionStore.open(memory, signing_key=setups.KEY)
-    memory.replace("run.json", VersionStore.create("memory://other", run_id=setups.RUN, signing_key=setups.KEY)
-                   .backend.read("run.json"))  # fmt: skip
+    other = f"memory://{secrets.token_hex(8)}"
+    signed = VersionStore.create(other, run_id=setups.RUN, signing_key=setups.KEY)
+    memory.replace("run.json", signed.backend.read("run.json"))
     with pytest.raises(ChecksumError, match=r"versions/.* is not signed"):
         VersionStore.open(memory, signing_key=setups.KEY).head()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,9 @@ import typer
 
 from deltacast.commands.console import human_bytes, print_facts, print_json, printable, progress
 from deltacast.commands.failures import MISMATCH
-from deltacast.commands.options import DEFAULT_THREADS, Json, Threads
+from deltacast.commands.options import DEFAULT_THREADS, Json, Threads, read_key
 from deltacast.commands.store_options import KeyFile, Store, opened, wanted
+from deltacast.delta.errors import MissingObjectError
 
 if TYPE_CHECKING:
     from deltacast.store.fsck import FsckReport
@@ -124,10 +126,18 @@ def fsck(store: Store, *, key_file: KeyFile = None, as_json: Json = False) -> No
 
     Says which versions a damaged object hits, and which can still be pulled.
     """
-    with opened(store, key_file) as found:
-        total = sum(info.num_bytes for info in found.backend.list(""))
-        with progress("fsck", total) as done:
-            report = found.fsck(progress=done)
+    from deltacast.store.backends import open_backend
+    from deltacast.store.fsck import check, find_log
+
+    with closing(open_backend(store)) as backend:
+        try:
+            log = find_log(backend, read_key(key_file))  # not `opened`: what says that there is a store may be lost
+        except MissingObjectError as err:
+            raise MissingObjectError(
+                f"there is no store at {backend.url}", hint="`deltacast store init` makes one."
+            ) from err
+        with progress("fsck", sum(info.num_bytes for info in backend.list(""))) as done:
+            report = check(log, progress=done)
     if as_json:
         print_json(_document(report))
     else:
