@@ -115,8 +115,7 @@ def _records(store: VersionStore, first: int, last: int | None) -> list[VersionR
     if first > last or first not in versions or last not in versions:
         there = f"versions {versions[0]} to {versions[-1]}" if versions else "no version"
         raise InputError("no such range of versions", expected=there, found=f"{first} to {last}")
-    records = (record for record in store.version_log.records(first) if record.version <= last)
-    return sorted(records, key=lambda record: record.version)
+    return store.version_log.between(first, last)[::-1]
 
 
 def _chains(records: Iterable[VersionRecord]) -> list[list[VersionRecord]]:

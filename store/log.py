@@ -56,6 +56,10 @@ class VersionLog:
         """Return the log for who wants no record above `version`: damage to the files of newer ones is passed over."""
         return VersionLog(self.backend, self.run_id, self.key, highest=version)
 
+    def between(self, lowest: int, highest: int) -> list[VersionRecord]:
+        """Return the records from `highest` down to `lowest`, or to the oldest; as `up_to` and `records`."""
+        return list(self.up_to(highest).records(lowest))
+
     def head(self) -> VersionFile | None:
         """Read the newest version's file; None before the first version.
 

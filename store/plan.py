@@ -110,7 +110,7 @@ def find_plan(log: VersionLog, have: int | None, want: int, *, without: Collecti
     folds = list(list_folds(log.backend, lowest))
     way: Way | None = None
     if have is not None and have < want:
-        records = _records(log, have, want)
+        records = log.between(have, want)
         way = cheapest_way(records, folds, have, want, without=without)
         if way is not None and way.cost_bytes <= records[0].num_words:  # no word takes less than a byte
             return Plan(have, want, None, way.steps)
@@ -126,11 +126,6 @@ def find_plan(log: VersionLog, have: int | None, want: int, *, without: Collecti
         log.record(want)  # says which versions there are, if this is none of them
         raise StoreError("no snapshot leads to that version", version=want, hint="`deltacast store fsck` says why.")
     return Plan(have, want, None, way.steps)
-
-
-def _records(log: VersionLog, lowest: int, highest: int) -> list[VersionRecord]:
-    """Return the records from `highest` down to `lowest`, or to the oldest."""
-    return [record for record in log.records(lowest) if record.version <= highest]
 
 
 def usable_snapshots(
@@ -154,7 +149,7 @@ def usable_snapshots(
     for version, path in sorted(list_snapshots(log.backend), reverse=True):
         if not lowest <= version <= want or path in without:
             continue
-        records = _records(log, version, want)
+        records = log.between(version, want)
         if not records or records[-1].version != version:
             continue  # of a version that was removed, or never came to be
         try:

@@ -224,9 +224,7 @@ class VersionStore:
             StoreError: the store failed; claim again.
         """
         self._require_key()
-        self._writer.claim()
-        tip = self._writer.open()
-        return None if tip is None else tip.record
+        return self._writer.claim()
 
     def publish_snapshot(
         self, source: WeightSource, *, version: int | None = None, optimizer_step: int | None = None,
@@ -385,7 +383,7 @@ class VersionStore:
             raise InputError(
                 "a fold stands for two updates or more", expected=f"a target above {base + 1}", found=target
             )
-        records = self._records(base, target)
+        records = self.version_log.between(base, target)
         way = cheapest_way(records, list_folds(self.backend, base), base, target)
         if way is None:
             raise StoreError("no updates lead from one version to the other", version=target, found=f"base {base}")
@@ -403,7 +401,7 @@ class VersionStore:
         versions = self.versions() if version % FOLD_WIDTH == 0 else range(0)
         for base, target in aligned_spans(version, versions.start):
             try:
-                if not worth_folding(self._records(base + 1, target)):
+                if not worth_folding(self.version_log.between(base + 1, target)):
                     break  # nor are wider spans
                 made.append(self.fold(base, target, threads=threads))
             except DeltacastError as err:
@@ -435,10 +433,6 @@ class VersionStore:
         if self.is_signed and self.signing_key is None:
             raise InputError("the store is signed, and only read without its key", found=self.backend.url,
                              hint="Open it with the signing key to change it.")  # fmt: skip
-
-    def _records(self, lowest: int, highest: int) -> list[VersionRecord]:
-        """Return the records from `highest` down to `lowest`, or to the oldest."""
-        return list(self.version_log.up_to(highest).records(lowest))
 
     def _newest(self, get: Callable[[int], T]) -> T:
         """Return what `get` makes of the newest version; of a newer one, if retention took that one meanwhile."""

@@ -90,27 +90,34 @@ class Writer:
             self._tip, self._knows_tip = tip, True
         return self._tip
 
-    def claim(self) -> None:
+    def claim(self) -> VersionRecord | None:
         """Take over the run: publish an empty update under a higher epoch, so that every older writer stops.
 
-        An empty store has no writer yet: nothing is published. Older writers that publish meanwhile are overtaken.
+        Older writers that publish meanwhile are overtaken.
+
+        Returns:
+            The newest version's record, which is this writer's. None for an empty store: it has no writer yet, and
+            nothing is published.
 
         Raises:
             FencedError: this writer was fenced before, or lost too many times in a row.
             StoreError: the store failed; the claim may have happened, and may be made again.
         """
         self._require_unfenced()
-        for attempt in range(_CLAIM_ATTEMPTS):
+        attempts_left = _CLAIM_ATTEMPTS
+        while True:
             try:
                 tip = self.open()
-                if tip is not None and tip.record.writer != self.nonce:
-                    self.publish_update(_nothing_changed(tip.record))
+                if tip is None:
+                    return None
+                if tip.record.writer == self.nonce:
+                    return tip.record
+                return self.publish_update(_nothing_changed(tip.record))
             except FencedError:
-                if attempt == _CLAIM_ATTEMPTS - 1:
+                attempts_left -= 1
+                if not attempts_left:
                     raise
                 self._epoch, self._knows_tip, self._fenced_by = None, False, None
-            else:
-                return
 
     def publish_update(self, update: WeightUpdate, *, threads: int = 1) -> VersionRecord:
         """Publish the version that an update leads to. Publishing the newest version once more returns its record.

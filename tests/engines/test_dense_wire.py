@@ -237,26 +237,6 @@ def test_damaged_parameters_are_sent_whole_and_no_others() -> None:
         assert {worker.state.audited_through for worker in workers} == {2}
 
 
-@pytest.mark.parametrize("step", ["ready", "payload", "received", "written", "voted", "decided"])
-def test_a_joiner_that_dies_while_it_is_seeded_stops_nobody(step: str) -> None:
-    """The round of the others is published in the same call."""
-    policy = Policy(0)
-    with worker_processes(0) as client, trainer_of(policy, client, 1, **DENSE) as trainer:
-        client.reports()
-        joiner = WorkerProcess(3, (step, 1, signal.SIGKILL))
-        try:
-            joiner.tell("init", trainer.worker_init_info)
-            wait_for_connection(trainer)
-            policy.step(0)
-            report = trainer.send_weights()
-            assert joiner.exit_code() == -signal.SIGKILL
-            assert (report.committed, report.num_verified, len(report.evicted)) == (True, 1, 1)
-            assert client.workers[0].reply().version == 1
-            assert client.workers[0].ask("weights") == weights_of(policy)
-        finally:
-            joiner.stop()
-
-
 @pytest.mark.parametrize("step", ["payload", "voted"])
 @pytest.mark.parametrize("seed_wire", SEED_WIRES)
 def test_a_joiner_that_freezes_while_it_is_seeded_is_dropped_by_deadline(seed_wire: str, step: str) -> None:

@@ -21,6 +21,7 @@ from deltacast.engines.group import Rendezvous
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import Policy, WorkerProcess, weights_of, worker_processes
 from engine_setups import (
+    SEED_WIRES,
     TolerantClient,
     in_process,
     listening_addresses,
@@ -167,11 +168,12 @@ def test_a_joiner_with_another_table_is_told_why_and_the_other_joiner_is_admitte
         joiner.shutdown()
 
 
-@pytest.mark.parametrize("step", ["ready", "payload", "written", "voted", "decided"])
-def test_a_joiner_that_dies_while_it_is_seeded_stops_nobody(step: str) -> None:
+@pytest.mark.parametrize("step", ["ready", "payload", "received", "written", "voted", "decided"])
+@pytest.mark.parametrize("seed_wire", SEED_WIRES)
+def test_a_joiner_that_dies_while_it_is_seeded_stops_nobody(seed_wire: str, step: str) -> None:
     """The round of the others is published in the same call."""
     policy = Policy(0)
-    with worker_processes(0) as client, trainer_of(policy, client, 1) as trainer:
+    with worker_processes(0) as client, trainer_of(policy, client, 1, seed_wire=seed_wire, slab_bytes=1024) as trainer:
         client.reports()
         joiner = WorkerProcess(3, (step, 1, signal.SIGKILL))
         try:

@@ -64,14 +64,13 @@ def anchor(
 
 def _add_anchor(store: VersionStore, way: Plan, threads: int) -> None:
     from deltacast.delta.checkpoint import CheckpointSource
-    from deltacast.store.snapshots import extra_files_of
 
     whole = 0 if way.snapshot is None else way.snapshot.weights_bytes
     with TemporaryDirectory(prefix="deltacast-") as scratch, progress(f"anchor version {way.want}", 3 * whole) as done:
         weights = Path(scratch) / "weights"
         store.materialize(way.want, weights, threads=threads, progress=done)  # written, then proven
         with CheckpointSource(weights) as source:
-            store.add_anchor(way.want, source, extra_files=extra_files_of(weights), threads=threads, progress=done)
+            store.add_anchor(way.want, source, threads=threads, progress=done)
 
 
 def gc(
