@@ -37,6 +37,11 @@ class Outcome:
     round_s: float = 0.0
     commit_by: Deadline | None = None
 
+    @property
+    def refusals(self) -> dict[int, str]:
+        """Why workers failed whose weights are sound, by rank: such a one may have left in the middle of a payload."""
+        return {rank: v.error for rank, v in self.verdicts.items() if v.error and not v.damaged}
+
 
 def report_of(payload: Outgoing, baseline: Baseline, outcome: Outcome, members: Sequence[Member]) -> RoundReport:
     """Return the report of a round, but for what the call around it knows."""

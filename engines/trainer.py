@@ -394,7 +394,7 @@ class RoundTrainer(TrainerEngine):
         outcome.ready_s = time.perf_counter() - started
 
     def _send_payload(self, payload: Outgoing, outcome: Outcome) -> None:
-        """Broadcast; a worker that is lost meanwhile ends it."""
+        """Broadcast; a worker that is lost meanwhile, or will not take the rest, ends it."""
         started, deadline = time.perf_counter(), Deadline(self._info.timeout_s)
         group = self._workers.group
         assert group is not None
@@ -432,6 +432,7 @@ class RoundTrainer(TrainerEngine):
             member = self._workers.heard(waiting, ready)
             if member is not None:
                 self._workers.hear(member, Verdict, outcome.key, outcome.verdicts, outcome.errors)
+                outcome.errors |= outcome.refusals
 
     def _blame(self, error: BaseException) -> dict[int, str]:
         """Say who broke the payload: the members whose connection is gone, else nobody in particular."""
@@ -454,8 +455,7 @@ class RoundTrainer(TrainerEngine):
         started, members = time.perf_counter(), self._workers.members
         outcome.committed = self._decide(payload, outcome)
         deadline = Deadline(self._info.timeout_s)
-        failed = any(verdict.error and not verdict.damaged for verdict in outcome.verdicts.values())
-        if failed or len(outcome.verdicts) < len(members):
+        if outcome.refusals or len(outcome.verdicts) < len(members):
             self._workers.drop_group()  # wakes workers that still wait for payload; one that failed may have left
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed:

@@ -80,8 +80,8 @@ class ChunkSender:
         plan: groups and chunks.
         groups: the plan's groups over the baseline.
         keeps_old: as given.
-        in_place: whether the new tensors of the chunk launched last lie where they lay last round, and the baseline is
-            on the device: then launching allocates nothing, so that it never waits for other kernels.
+        in_place: whether all new tensors of the last round, and of this one so far, lay where they had lain before, and
+            the baseline is on the device: then launching allocates nothing, so that it never waits for other kernels.
         nbytes: device memory of everything that is kept, about.
 
     Raises:
@@ -120,7 +120,7 @@ class ChunkSender:
         self._slabs = self._make_slabs()
         self._totals = pinned(len(self.plan.spans), device)
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
-        self.in_place = False
+        self.in_place = self._stayed = False
         self._sent: list[SentChunk] = []
         self._after: NDArray[np.uint64] | None = None
         self._old_sums: NDArray[np.uint64] | None = None
@@ -272,17 +272,19 @@ class ChunkSender:
         return copy
 
     def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
-        pointed = 0
+        pointed, stayed = 0, not self._staged
+        self.in_place, self._stayed = self._stayed, False  # the latter also if this round does not come to its end
         for number, span in enumerate(self.plan.spans):
-            self.in_place = not self._staged
             while pointed < span.num_params:
-                self.in_place &= self._point(pointed, next(source, None))
+                stayed &= self._point(pointed, next(source, None))
                 pointed += 1
+            self.in_place &= stayed
             yield self._launch(number, span)
         for left in range(pointed, len(self.plan.order)):  # empty ones, which no chunk needs
             self._point(left, next(source, None))
         if next(source, None) is not None:
             raise TableError("more new weights than the baseline has parameters", expected=len(self.plan.order))
+        self._stayed = stayed
 
     def _launch(self, number: int, span: Span) -> _Launch:
         group, arena = self.groups[span.group], self._arenas[span.group]
