@@ -84,14 +84,15 @@ def numpy_words(tensor: torch.Tensor, *, name: str = "tensor") -> Words:
 def copy_bits(target: torch.Tensor, source: torch.Tensor, *, name: str = "tensor") -> None:
     """Copy bits between tensors of one dtype and shape, wherever they are and however they are laid out.
 
-    As integers: a float copy may quieten a signalling NaN. Lazily conjugated or negated sources are resolved. Does not
-    wait for a GPU.
+    As integers: a float copy may quieten a signalling NaN. Lazily conjugated or negated sources are resolved. On the
+    host the bits are there on return; on a GPU they are for whatever follows on the current stream, and a page-locked
+    source must stay as it is until then.
 
     Raises:
         DTypeError, InputError: `source` has no plain memory; nothing was written.
     """
     plain = source.detach().resolve_conj().resolve_neg()
-    strided_words(target).copy_(strided_words(plain, name=name), non_blocking=True)
+    strided_words(target).copy_(strided_words(plain, name=name), non_blocking=target.device.type != "cpu")
 
 
 def from_words(array: Words, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 import torch
 
 from deltacast.delta.chunk_codec import PackingChunk, UnpackingChunk
 from deltacast.delta.chunks import ChunkCoder, ChunkReceiver, ChunkSender, SentChunk, Sums
 from deltacast.delta.chunks.device import Lane
+from deltacast.delta.chunks.kept import on_host
 from deltacast.delta.errors import ProtocolError, TransportError
 from deltacast.delta.kernels import RawChunk
 from deltacast.delta.sources import WeightSource, named
@@ -32,6 +34,7 @@ from deltacast.store.baseline import Baseline
 
 __all__ = ["ChunkIncoming", "ChunkOutgoing"]
 
+_RUNS_AHEAD: Final = 4  # chunks, beside those that were begun
 _UNPACKING: Final = 3  # chunks in the hands of the codec's threads
 _MOST_PACKED: Final = 4  # 1-byte words: a byte of position, one of a quad, one of high, a nibble and an exception
 _MOST_HEADER: Final = 1 << 20
@@ -84,6 +87,10 @@ class ChunkOutgoing(Outgoing):
         metas = self._baseline.state.table.metas
         names = (metas[place].name for place in self._sender.plan.order)
         self._chunks = self._sender.chunks(named(self._source, names))
+
+    def run_ahead(self) -> None:
+        """See `Outgoing`. Then nothing that happens on the host can make the device idle."""
+        self._sender.run_ahead(_RUNS_AHEAD)
 
     def produce(self, route: Route) -> None:
         """See `Outgoing`. Chunks are sent from here where nothing can block: each hand-over would cost 0.1 ms."""
@@ -165,10 +172,10 @@ class _Ready:
     packing: PackingChunk | None
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return what travels, on the payload's device; waits for the packing."""
+        """Return what travels, on the payload's device in the order of the current stream; waits for the packing."""
         if self.packing is None:
             return self.chunk.tensors
-        return (torch.from_numpy(self.packing.result()).to(device),)
+        return (self.packing.result().to(device, non_blocking=True),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +208,6 @@ class ChunkIncoming(Incoming):
         rolling: int = 0,
     ) -> None:
         self._coder, self._rolling = coder, rolling
-        self._unpacking: deque[tuple[int, RawChunk, UnpackingChunk]] = deque()
         self._propose, self._receiver, self._state, self._on_write = propose, receiver, state, on_write
         self._before = state.label()
         self._sums: Sums | None = None
@@ -212,25 +218,23 @@ class ChunkIncoming(Incoming):
         """See `Incoming`."""
         lane, number = Lane(group.device, priority=-1), 0
         lane.follow_caller()
-        message, bulk = inbox.get(deadline)
-        while isinstance(message, Chunk):
-            if message.number != number:
-                raise ProtocolError("a chunk out of turn", expected=number, found=message.number)
-            chunk = self._receiver.take(message.num_changes)
-            with lane.active():
-                if self._coder is None:
-                    group.post((chunk.counts, chunk.offsets, chunk.values), deadline)
-                    self._arrived(number)
-                else:
-                    packed = self._room_for(chunk, message.num_bytes, group.device)
-                    group.post([packed], deadline)
-                    span = self._receiver.plan.spans[number]
-                    self._unpacking.append((number, chunk, self._coder.unpack(span.group, chunk, packed.cpu())))
-                    self._finish_unpacking(leave=_UNPACKING)
-            number += 1
+        with _Finishing(group.device, self._finish) as finishing:
             message, bulk = inbox.get(deadline)
-        with lane.active():
-            self._finish_unpacking(leave=0)
+            while isinstance(message, Chunk):
+                if message.number != number:
+                    raise ProtocolError("a chunk out of turn", expected=number, found=message.number)
+                chunk = self._receiver.take(message.num_changes)
+                with lane.active():
+                    if self._coder is None:
+                        group.post((chunk.counts, chunk.offsets, chunk.values), deadline)
+                        self._arrived(number)
+                    else:
+                        packed = self._receive_packed(group, chunk, message.num_bytes, deadline)
+                        lane.wait()
+                        span = self._receiver.plan.spans[number]
+                        finishing.put(number, chunk, self._coder.unpack(span.group, chunk, packed))
+                number += 1
+                message, bulk = inbox.get(deadline)
         self._digest = expect(message, End).target_digest
         self._sums = Sums.from_bytes(bulk, self._state.table)
         with lane.active():
@@ -261,18 +265,19 @@ class ChunkIncoming(Incoming):
             raise
         self._state.restore(self._before)
 
-    def _room_for(self, chunk: RawChunk, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _receive_packed(self, group: PayloadGroup, chunk: RawChunk, num_bytes: int, deadline: Deadline) -> torch.Tensor:
+        """Take a packed chunk; on the host once the current stream is done."""
         most = _MOST_PACKED * (chunk.values.nbytes + 4 * chunk.num_blocks) + _MOST_HEADER
         if num_bytes > most:
             raise ProtocolError("a packed chunk is too large", expected=f"at most {most} bytes", found=num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device=group.device)
+        group.post([packed], deadline)
+        return on_host(packed)
 
-    def _finish_unpacking(self, *, leave: int) -> None:
-        while len(self._unpacking) > leave:
-            assert self._coder is not None
-            number, chunk, pending = self._unpacking.popleft()
-            self._coder.finish(self._receiver.plan.spans[number].group, chunk, pending)
-            self._arrived(number)
+    def _finish(self, number: int, chunk: RawChunk, pending: UnpackingChunk) -> None:
+        assert self._coder is not None
+        self._coder.finish(self._receiver.plan.spans[number].group, chunk, pending)
+        self._arrived(number)
 
     def _arrived(self, number: int) -> None:
         if self._propose.overlaps:
@@ -284,3 +289,40 @@ class ChunkIncoming(Incoming):
         self._receiver.apply(number)
         if self._rolling and number + 1 == len(self._receiver.plan.spans):
             self._receiver.audit_ahead(self._propose.target_version, self._rolling)
+
+
+class _Finishing:
+    """A thread, and a stream, on which chunks are finished in their order while later ones arrive; use it as a context.
+
+    Args:
+        device: the weights'.
+        finish: what to do with each chunk.
+    """
+
+    def __init__(self, device: torch.device, finish: Callable[[int, RawChunk, UnpackingChunk], None]) -> None:
+        self._lane, self._finish = Lane(device), finish
+        self._lane.follow_caller()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltacast-unpack")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Wait for the thread; raises what failed in it, if the block itself did not."""
+        self._thread.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            self._wait(leave=0)
+
+    def put(self, number: int, chunk: RawChunk, pending: UnpackingChunk) -> None:
+        """Pass a chunk on, and wait if there are too many; raises what failed in an earlier one."""
+        self._wait(leave=_UNPACKING - 1)
+        self._pending.append(self._thread.submit(self._run, number, chunk, pending))
+
+    def _run(self, number: int, chunk: RawChunk, pending: UnpackingChunk) -> None:
+        with self._lane.active():
+            self._finish(number, chunk, pending)
+
+    def _wait(self, *, leave: int) -> None:
+        while len(self._pending) > leave:
+            self._pending.popleft().result()

@@ -48,9 +48,10 @@ class Route:
 class Outgoing(ABC):
     """One round's payload on the trainer's side.
 
-    The trainer calls `begin`, and once everybody is READY `produce` on its own thread and `send` on the payload's
-    thread, side by side; then `stage` while the workers vote; then `advance` at COMMIT or `discard` at ABORT. Every
-    call but `advance` leaves the baseline as it is. `discard` comes after whatever failed, and may come twice.
+    The trainer calls `begin`; `run_ahead` once everybody was asked; once everybody is READY `produce` on its own
+    thread and `send` on the payload's, side by side; then `stage` while the workers vote; then `advance` at COMMIT or
+    `discard` at ABORT. Every call but `advance` leaves the baseline as it is. `discard` comes after whatever failed,
+    and may come twice.
 
     Attributes:
         wire: what `Propose.wire` says.
@@ -88,6 +89,9 @@ class Outgoing(ABC):
 
     def begin(self) -> None:  # noqa: B027 - only streamed payloads have work that needs nobody's READY
         """Start what can be done before the workers are READY."""
+
+    def run_ahead(self) -> None:  # noqa: B027 - likewise
+        """Start more of it while the workers get ready; blocks for nothing."""
 
     def produce(self, route: Route) -> None:  # noqa: B027 - likewise
         """Make what `send` sends, if that is not done yet. On the trainer's thread: it reads the source.

@@ -266,7 +266,12 @@ class RoundTrainer(TrainerEngine):
 
         Returns:
             Names by rank.
+
+        Raises:
+            CorruptionError: the damage is in the baseline; no worker is to blame.
         """
+        if outcome.refusals:
+            self.baseline.require_sound()
         damaged: dict[int, list[str]] = {}
         for member in self._workers.members:
             verdict, ack = outcome.verdicts.get(member.rank), outcome.acks.get(member.rank)
@@ -286,6 +291,7 @@ class RoundTrainer(TrainerEngine):
         if unknown:
             return f"says that a parameter is damaged that there is not: {unknown[0]!r}"
         if member.repaired or member.action == "seed" or names <= set(member.damaged):
+            self.baseline.require_sound(names)
             return f"damaged again after it was sent whole: {', '.join(sorted(names)[:3])}"
         return ""
 
@@ -389,6 +395,7 @@ class RoundTrainer(TrainerEngine):
             optimizer_step=-1 if payload.optimizer_step is None else payload.optimizer_step,
         )
         self._workers.tell(self._workers.members, propose, deadline, payload.header)
+        payload.run_ahead()
         ready, errors = self._workers.collect(Ready, outcome.key, deadline)
         outcome.errors |= errors | {rank: answer.error for rank, answer in ready.items() if answer.error}
         outcome.ready_s = time.perf_counter() - started

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from deltacast.delta.apply import Transaction
 from deltacast.delta.diff import diff_state, seed
-from deltacast.delta.errors import InputError
+from deltacast.delta.errors import CorruptionError, InputError
+from deltacast.delta.fingerprint import format_sum
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource, checked, matched
 from deltacast.delta.state import WeightState
@@ -110,6 +111,22 @@ class Baseline:
             target_version=target_version,
             optimizer_step=optimizer_step,
         )
+
+    def require_sound(self, names: Iterable[str] | None = None) -> None:
+        """Rescan the baseline, or some parameters of it; changes nothing.
+
+        Raises:
+            CorruptionError: its bits are not what its fingerprints say; for the first such parameter.
+            TableError: no such parameter.
+        """
+        for damage in self.state.audit(names):
+            raise CorruptionError(
+                "the trainer's baseline is damaged",
+                parameter=damage.parameter,
+                expected=format_sum(damage.expected),
+                found=format_sum(damage.found),
+                hint="Restart this trainer from its weights; workers keep theirs.",
+            )
 
     def seed(self, names: Iterable[str] | None = None) -> WeightUpdate:
         """Make a dense update of the baseline itself: a seed, or a repair of the parameters named.

@@ -3,7 +3,7 @@
 `pack` and `unpack` start the work on a chunk and return at once what is pending; `result()` finishes it. Keep a few
 chunks pending, and chunk k + 1 is transformed while chunk k is compressed::
 
-    sender:    transforms (device) -> one copy -> wait, cut (a thread) -> compress (threads) -> result(): checksum
+    sender:    transforms (device) -> one copy -> wait, cut (a thread) -> compress (threads) -> seal (a thread)
     receiver:  unpack(): checksum, header -> inflate pieces (threads) -> result(): one copy -> transforms (device)
 
 `pack` never waits for the device. Host buffers are pinned and come from torch's own caching allocator, which hands them
@@ -23,7 +23,15 @@ import numpy as np
 import torch
 import zstandard
 
-from deltacast.delta.chunk_codec.layout import BLOCK_WORDS, Bytes, ChunkHeader, check_streams, parse, seal
+from deltacast.delta.chunk_codec.layout import (
+    BLOCK_WORDS,
+    Bytes,
+    ChunkHeader,
+    check_streams,
+    packed_bytes,
+    parse,
+    seal,
+)
 from deltacast.delta.chunk_codec.staging import StagedChunk
 from deltacast.delta.chunk_codec.transforms import UnpackedChunk, decode_streams, encode_streams
 from deltacast.delta.codec.container import ReadBuffer
@@ -41,16 +49,15 @@ _MOST: Final = 2**31 - 1
 class PackingChunk:
     """A chunk that is on its way from the device, or whose pieces are being compressed."""
 
-    _cut: Future[tuple[ChunkHeader, Sequence[Future[ReadBuffer]]]]
+    _packed: Future[torch.Tensor]
 
-    def result(self) -> Bytes:
-        """Wait, and return the packed chunk: uint8, contiguous, in memory of its own.
+    def result(self) -> torch.Tensor:
+        """Wait, and return the packed chunk: flat uint8 on the host, pinned if the device is a GPU.
 
         Raises:
             InputError: its counts are out of range or do not add up.
         """
-        header, pieces = self._cut.result()
-        return seal(header, [piece.result() for piece in pieces])
+        return self._packed.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +109,7 @@ class ChunkCodec:
         self.word_bytes = word_bytes
         self.max_changes = max_changes
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="deltacast-chunk-wait")
+        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="deltacast-chunk-seal")
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="deltacast-chunk")
 
     def __enter__(self) -> Self:
@@ -116,6 +124,7 @@ class ChunkCodec:
         """Drop what has not begun and wait for the threads; a chunk still pending then raises `CancelledError`."""
         self._waiting.shutdown(wait=True, cancel_futures=True)  # first: it hands work to the others
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._sealing.shutdown(wait=True, cancel_futures=True)
 
     def pack(
         self,
@@ -159,17 +168,24 @@ class ChunkCodec:
             num_changes=num_changes,
             sources=(counts, offsets, values, old, signed_magnitude),
         )
-        return PackingChunk(self._waiting.submit(self._compress, staged))
+        return PackingChunk(self._sealing.submit(self._seal, self._waiting.submit(self._compress, staged)))
 
     def _compress(self, staged: StagedChunk) -> tuple[ChunkHeader, Sequence[Future[ReadBuffer]]]:
         header, pieces = staged.read()
         return header, [self._threads.submit(deflate_piece, piece.data) for piece in pieces]
 
+    def _seal(self, cut: Future[tuple[ChunkHeader, Sequence[Future[ReadBuffer]]]]) -> torch.Tensor:
+        header, pieces = cut.result()
+        stored = [piece.result() for piece in pieces]
+        packed = self._on_host(packed_bytes(stored))
+        seal(header, stored, packed.numpy())
+        return packed
+
     def unpack(self, packed: ReadBuffer | Bytes, block_sizes: torch.Tensor) -> UnpackingChunk:
         """Start unpacking a chunk that came from outside; what `result()` returns is checked in full.
 
         Args:
-            packed: what `PackingChunk.result` returned at the sender; must stay as it is until `result()`.
+            packed: the bytes of what `PackingChunk.result` returned at the sender; must stay as it is until `result()`.
             block_sizes: int32 or int64 [num_blocks] on the codec's device, words of each block, at most 65,536.
 
         Raises:
@@ -182,13 +198,16 @@ class ChunkCodec:
         header, parts = parse(
             np.frombuffer(packed, np.uint8).data, self.word_bytes, block_sizes.numel(), self.max_changes
         )
-        streams = torch.empty(header.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        streams = self._on_host(header.num_bytes)
         decoded = streams.numpy()
         pieces = [
             self._threads.submit(inflate_piece, part, decoded[piece.start : piece.stop], piece.stream)
             for piece, part in parts
         ]
         return UnpackingChunk(header, streams, pieces, block_sizes)
+
+    def _on_host(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def _check(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> None:
         fits = tensor.dtype == dtype and tensor.shape == (size,) and tensor.is_contiguous()

@@ -32,7 +32,7 @@ from deltacast.delta.codec.container import ReadBuffer
 from deltacast.delta.errors import ChecksumError, FormatError
 from deltacast.delta.kernels import BLOCK_WORDS
 
-__all__ = ["BLOCK_WORDS", "Bytes", "ChunkHeader", "Piece", "check_streams", "cut", "parse", "seal"]
+__all__ = ["BLOCK_WORDS", "Bytes", "ChunkHeader", "Piece", "check_streams", "cut", "packed_bytes", "parse", "seal"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 """Flat, on the host."""
@@ -117,10 +117,14 @@ def cut(stream: Bytes) -> Iterator[Bytes]:
     return (stream[start : start + PIECE_BYTES] for start in range(0, stream.size, PIECE_BYTES))
 
 
-def seal(header: ChunkHeader, stored: Sequence[ReadBuffer]) -> Bytes:
-    """Put header and stored pieces together, and the checksum before them; returns new memory."""
+def packed_bytes(stored: Sequence[ReadBuffer]) -> int:
+    """Return the bytes of a chunk of these stored pieces."""
+    return _HEADER_BYTES + 4 * len(stored) + sum(map(len, stored))
+
+
+def seal(header: ChunkHeader, stored: Sequence[ReadBuffer], packed: Bytes) -> None:
+    """Put header and stored pieces together, and the checksum before them; `packed` has exactly their size."""
     sizes = np.fromiter(map(len, stored), "<u4", len(stored))
-    packed = np.empty(_HEADER_BYTES + sizes.nbytes + int(sizes.sum(dtype=np.int64)), np.uint8)
     _FIELDS.pack_into(
         packed.data, _DIGEST_BYTES, VERSION, header.word_bytes, header.num_blocks, header.num_changes,
         header.num_high, header.num_exceptions,
@@ -131,7 +135,6 @@ def seal(header: ChunkHeader, stored: Sequence[ReadBuffer]) -> Bytes:
         packed[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += len(part)
     packed[:_DIGEST_BYTES] = np.frombuffer(xxhash.xxh3_128_digest(packed[_DIGEST_BYTES:].data), np.uint8)
-    return packed
 
 
 def parse(

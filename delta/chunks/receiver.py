@@ -32,8 +32,8 @@ __all__ = ["ChunkReceiver", "device_of"]
 class ChunkReceiver:
     """Applies streamed rounds to live weights by the kernels, in buffers that are made once and used again.
 
-    One thread at a time uses it. A round is `begin`, then for each chunk in order `take` and `apply`, then `finish`,
-    then `commit` or `rollback`.
+    One thread at a time uses it, but that `take` may run beside `apply` of an earlier chunk. A round is `begin`, then
+    for each chunk in order `take` and `apply`, then `finish`, then `commit` or `rollback`.
 
     Args:
         state: the weights, contiguous, on one device.

@@ -121,6 +121,8 @@ class ChunkSender:
         self._totals = pinned(len(self.plan.spans), device)
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
         self.in_place = self._stayed = False
+        self._unlaunched: Iterator[_Launch] = iter(())
+        self._waiting: deque[_Launch] = deque()
         self._sent: list[SentChunk] = []
         self._after: NDArray[np.uint64] | None = None
         self._old_sums: NDArray[np.uint64] | None = None
@@ -172,11 +174,19 @@ class ChunkSender:
                 yielded.
             CapacityError: more changes than `max_density` allows. Chunks before it were yielded.
         """
-        launches = self._launches(iter(tensors))
-        waiting = deque(islice(launches, self._ahead))
+        self._unlaunched = self._launches(iter(tensors))
+        self._waiting = deque(islice(self._unlaunched, self._ahead))
+        self.run_ahead(_AHEAD)  # enough to do until every worker is asked
+        return self._settled()
+
+    def run_ahead(self, num_chunks: int) -> None:
+        """Launch the diffs of more chunks, if that takes no memory and nothing has to wait for it; waits for nothing.
+
+        Raises:
+            TableError: as `chunks`.
+        """
         if self._runs_on and self.in_place:
-            waiting.extend(islice(launches, _AHEAD))  # enough to do until every worker is READY
-        return self._settled(launches, waiting)
+            self._waiting.extend(islice(self._unlaunched, num_chunks))
 
     def sums(self) -> tuple[Sums, str]:
         """Return what the workers must arrive at, and the state digest of it. Blocks until all chunks were diffed.
@@ -310,18 +320,14 @@ class ChunkSender:
         self._diffing.follow(self._copying.mark())
         group.point_baseline(span.first_block, span.num_blocks, target)
 
-    def _settled(self, launches: Iterator[_Launch], waiting: deque[_Launch]) -> Iterator[SentChunk]:
-        """Keep the device ahead of the chunk that is waited for: for each that is settled launch one, or two.
-
-        Two only while new tensors lie where they lay last round: such ones take no memory that they did not take then.
-        """
+    def _settled(self) -> Iterator[SentChunk]:
+        """Keep the device ahead of the chunk that is waited for: for each that is settled launch one, or two."""
         while True:
-            waiting.extend(islice(launches, 1))
-            if self._runs_on and self.in_place:
-                waiting.extend(islice(launches, 1))
-            if not waiting:
+            self._waiting.extend(islice(self._unlaunched, 1))
+            self.run_ahead(1)
+            if not self._waiting:
                 break
-            yield self._settle(*waiting.popleft())
+            yield self._settle(*self._waiting.popleft())
         for group in self.groups:
             group.release_new()
 

@@ -152,10 +152,10 @@ def check_rows(rows: list[dict[str, Any]], machine: dict[str, Any]) -> None:
 
 
 def test_people_get_a_table_per_link(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the machine and what is simulated said above it; three ranks work as well as two."""
+    """With the machine and what is simulated said above it; three ranks work as well as two, and a baseline on disk."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     args = ("--model-shapes", model, "--link", 25, "--wire", "coded", "--audit", "full", "--repeats", 1)
-    text = command(*args, "--world", 3, "--threads", 1)
+    text = command(*args, "--world", 3, "--threads", 1, "--placement", "mmap")
     for said in ("no GPU was measured", "Gloo on one CPU", "25 Gbit/s, simulated", "coded, audit full", "2 worker(s)"):
         assert said in text
     assert "raw" not in text
@@ -170,6 +170,7 @@ def test_people_get_a_table_per_link(model: str, monkeypatch: pytest.MonkeyPatch
         (("--audit", "off"), "bad audit"),
         (("--audit", "0"), "bad audit"),
         (("--link", "-1"), "bad link"),
+        (("--placement", "disk"), "bad placement"),
         (("--scale", "2"), "bad scale"),
         (("--plot", "/nowhere/a.png"), "no such folder"),
     ],

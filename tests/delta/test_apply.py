@@ -45,8 +45,6 @@ from tensor_bytes import (
     tensor_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 _SPECIAL: dict[str, list[str]] = {
     "bfloat16": ["0000", "0080", "c07f", "817f", "81ff", "807f", "80ff", "0100", "0180"],
     "float16": ["0000", "0080", "007e", "017d", "01fd", "007c", "00fc", "0100", "ff83"],

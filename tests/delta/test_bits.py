@@ -11,8 +11,6 @@ from deltacast.delta.dtypes import DTYPES
 from deltacast.delta.errors import DTypeError, InputError
 from tensor_bytes import WORDS, element_bytes, random_raw, random_tensor, raw_bytes, tensor_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 _HAND_WRITTEN = {
     "float32": (torch.tensor([1.0, -0.0, float("inf")]), [0x3F800000, 0x80000000, 0x7F800000]),
     "bfloat16": (torch.tensor([-1.0, 0.0], dtype=torch.bfloat16), [0xBF80, 0x0000]),

@@ -14,7 +14,7 @@ from deltacast.delta.fingerprint import fingerprint
 from deltacast.delta.state import WeightState
 from deltacast.delta.table import ParamMeta
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.gpu
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

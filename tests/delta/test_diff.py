@@ -32,8 +32,6 @@ from deltacast.delta.table import ParamMeta
 from fingerprint_twin import bytes_fingerprint, digests, unit_key
 from tensor_bytes import WORDS, copied, element_bytes, flipped, listed, random_raw, random_tensor, raw_bytes, tensor_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 
 def _changes(old: bytes, new: bytes, width: int) -> dict[int, bytes]:
     """Position -> new word, by looking at each word's bytes."""

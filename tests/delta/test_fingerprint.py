@@ -30,8 +30,6 @@ from deltacast.delta.fingerprint import (
 from fingerprint_twin import box_fingerprint, bytes_fingerprint, unit_bytes, unit_key
 from tensor_bytes import WORDS, random_raw, tensor_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 _MASK = 2**64 - 1
 
 

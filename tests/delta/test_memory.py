@@ -13,8 +13,6 @@ from deltacast.delta.errors import DTypeError, InputError
 from deltacast.delta.memory import WordMemory
 from tensor_bytes import WORDS, random_raw, random_tensor, raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.t(),

@@ -21,8 +21,6 @@ from deltacast.delta.table import ParameterTable, ParamMeta
 from fingerprint_twin import bytes_fingerprint
 from tensor_bytes import WORDS, random_tensor, raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 Place = tuple[str, Backend]
 PLACES = pytest.mark.parametrize(
     "place",

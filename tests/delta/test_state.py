@@ -16,7 +16,6 @@ from deltacast.delta.table import ParameterTable, ParamMeta
 from fingerprint_twin import bytes_fingerprint, digests
 from tensor_bytes import WORDS, random_tensor, raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

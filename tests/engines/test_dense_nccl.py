@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 TIMEOUT_S = 20.0
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.timeout(60)
 
 
 class Fleet:

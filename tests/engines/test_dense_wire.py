@@ -53,7 +53,7 @@ from engine_setups import SEED_WIRES, TolerantClient, in_process, info, trainer_
 from fingerprint_twin import bytes_fingerprint
 from tensor_bytes import WORDS, flipped, random_raw, raw_bytes, tensor_of
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.timeout(60)
 DENSE: dict[str, Any] = {"seed_wire": "dense", "slab_bytes": 1024}
 """Slabs smaller than most of the policy's parameters."""
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -373,6 +373,24 @@ def test_a_repair_that_arrives_damaged_is_no_repair(damage: list[bool]) -> None:
             trainer.send_weights()
         assert (workers[0].status.status, workers[0].status.version) == (ServingStatus.EMPTY, None)
         assert [item.parameter for item in workers[0].state.audit()] == ["up"]
+
+
+@pytest.mark.parametrize("wire", SEED_WIRES)
+def test_a_damaged_baseline_is_not_the_joiners_fault(wire: SeedWire) -> None:
+    """Once the joiner was let go as damaged. It is named on the trainer's side, and nobody serves the bad bit."""
+    policy, served = Policy(0), Policy(3)
+    joiner = SparseNcclWorker(ModuleSource(served))
+    with in_process(Policy(0)) as (_, client), trainer_of(policy, client, 1, seed_wire=wire) as trainer:
+        memory = trainer.baseline.state.memory("up").tensor
+        memory.view(torch.int16).flatten()[7] ^= 1
+        with joining(joiner, trainer) as errors, pytest.raises(CorruptionError, match=r"trainer's baseline.*up"):
+            trainer.send_weights()
+        assert joiner.status.status is ServingStatus.EMPTY
+        memory.view(torch.int16).flatten()[7] ^= 1
+        with joining(joiner, trainer) as errors:
+            assert trainer.send_weights().num_verified == 2
+        assert errors == []
+    joiner.shutdown()
 
 
 def test_slabs_beyond_a_workers_limit_are_refused_before_anything_is_sent() -> None:

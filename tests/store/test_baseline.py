@@ -20,8 +20,6 @@ from deltacast.store import Baseline
 from fingerprint_twin import bytes_fingerprint, digests
 from tensor_bytes import WORDS, copied, listed, random_tensor, raw_bytes, tensor_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 
 @pytest.fixture(
     params=[
@@ -90,6 +88,21 @@ def test_the_copy_is_private(setting: tuple[str, dict[str, Any]]) -> None:
         for meta, _ in listed(tensors)
     ]
     assert baseline.digest == digests(rows)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["pinned", "cpu", "cuda"])
+def test_bits_that_are_still_being_made_are_waited_for(placement: str) -> None:
+    """A copy into page-locked memory that nobody waited for once gave a baseline of other bits than its digest."""
+    cuda: Any = torch.cuda  # untyped
+    ones = torch.ones(1 << 26, dtype=torch.int16, device="cuda")
+    weights = torch.zeros_like(ones).view(torch.bfloat16)
+    cuda.synchronize()
+    cuda._sleep(1_000_000_000)  # cycles
+    weights.view(torch.int16).copy_(ones)
+    baseline = Baseline(_Source({"w": weights}), run_id="r", placement=placement)
+    digest = WeightState({"w": weights}).digest
+    assert (baseline.digest, baseline.state.audit()) == (digest, [])
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from deltacast.delta.table import ParamMeta
 from deltacast.store.placement import FlatMemory, check_placement
 from tensor_bytes import WORDS, listed, random_tensor, raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
-
 PLACEMENTS = ["cpu", "mmap", *(pytest.param(place, marks=pytest.mark.gpu) for place in ("pinned", "cuda", "cuda:0"))]
 
 

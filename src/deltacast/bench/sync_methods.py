@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
+from tempfile import TemporaryDirectory
 
 from deltacast.bench.sync_peer import PeerSender
 from deltacast.bench.sync_ranks import Workers
@@ -148,11 +149,13 @@ class Ours(Way):
     def __init__(self, setup: Setup, wire: Wire, audit: AuditPolicy) -> None:
         self.method, self.audit = wire, audit
         self._setup = setup
-        device = setup.group.device
+        device, placement = str(setup.group.device), setup.options.placement
+        self._folder = TemporaryDirectory(prefix="deltacast-")  # a baseline that is a file lies there
         info = TrainerInitInfo(
             num_workers=setup.options.world - 1,
-            device=str(device),
-            placement=str(device),
+            device=device,
+            placement=device if placement == "device" else placement,
+            baseline_folder=self._folder.name if placement == "mmap" else None,
             wire=wire,
             audit=audit,
             threads=setup.options.threads,
@@ -162,7 +165,7 @@ class Ours(Way):
             decision_timeout_s=setup.timeout_s,
         )
         self._trainer = SparseNcclTrainer.trainer_init(info, setup.weights, setup.workers)
-        self.held_bytes = setup.weights.nbytes
+        self.held_bytes = setup.weights.nbytes if placement == "device" else 0
 
     def round(self) -> Sample:
         """See `Way`.
@@ -185,6 +188,7 @@ class Ours(Way):
     def close(self) -> None:
         """See `Way`."""
         self._trainer.shutdown()
+        self._folder.cleanup()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 from deltacast.delta.errors import InputError
 from deltacast.engines.base import AuditPolicy
 
-__all__ = ["LINKS_GBITS", "Facts", "Method", "SyncOptions", "SyncRow", "Timing", "Wire"]
+__all__ = ["LINKS_GBITS", "PLACEMENTS", "Facts", "Method", "SyncOptions", "SyncRow", "Timing", "Wire"]
 
 Wire: TypeAlias = Literal["raw", "coded"]
 Method: TypeAlias = Literal["dense", "peer", "raw", "coded"]
@@ -20,6 +20,8 @@ simulated link's rate. Computed: the larger of the time measured without a simul
 
 LINKS_GBITS: Final = (100.0, 25.0, 10.0, 1.0)
 """The links that are simulated unless others are asked for."""
+
+PLACEMENTS: Final = ("device", "cpu", "pinned", "mmap")
 
 _PHASE_S: Final = 60.0
 
@@ -35,6 +37,7 @@ class SyncOptions:
         percents: of bf16 words that change before each round; each is measured in turn.
         wires: of ours.
         audit: how much workers rescan in each round.
+        placement: where the trainer's baseline lies: `device` for that of the weights, or `cpu`, `pinned`, `mmap`.
         links_gbits: links to simulate, in 10^9 bits per second, after the machine's own.
         repeats: rounds per row, after one that warms up.
         threads: of each rank on the host.
@@ -50,6 +53,7 @@ class SyncOptions:
     percents: tuple[float, ...] = (1.0,)
     wires: tuple[Wire, ...] = ("raw", "coded")
     audit: AuditPolicy = 16
+    placement: str = "device"
     links_gbits: tuple[float, ...] = LINKS_GBITS
     repeats: int = 3
     threads: int = 1
@@ -65,6 +69,8 @@ class SyncOptions:
             raise InputError("bad link", expected="Gbit/s above 0", found=list(self.links_gbits))
         if self.audit != "full" and not (isinstance(self.audit, int) and self.audit >= 1):
             raise InputError("bad audit", expected="a number of rounds >= 1, or full", found=self.audit)
+        if self.placement not in PLACEMENTS:
+            raise InputError("bad placement", expected=f"one of {', '.join(PLACEMENTS)}", found=self.placement)
         if not self.wires or not set(self.wires) <= {"raw", "coded"}:
             raise InputError("bad wire", expected="raw or coded", found=list(self.wires))
 

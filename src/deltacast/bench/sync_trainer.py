@@ -114,13 +114,18 @@ def _summary(
         stages_s={name: statistics.median(s.stages_s[name] for s in samples) for name in samples[0].stages_s},
         density=statistics.mean(densities) if densities else None,
         sent_bytes=sent_bytes,
-        read_floor_s=None if way.method == "dense" else facts.read_floor_s,
+        read_floor_s=facts.read_floor_s if _reads_device(setup, way) else None,
         link_floor_s=facts.link_floor_s(sent_bytes, setup.link_gbits),
         trainer_extra_bytes=extra_bytes[0],
         worker_extra_bytes=extra_bytes[1],
         trainer_buffer_bytes=trainer_buffers,
         worker_buffer_bytes=worker_buffers,
     )
+
+
+def _reads_device(setup: Setup, way: Way) -> bool:
+    """Say whether a way reads the weights and what workers hold where the weights are."""
+    return way.method == "peer" or (way.method != "dense" and setup.options.placement == "device")
 
 
 def _computed(dense: SyncRow, link: float | None, facts: Facts) -> SyncRow:

@@ -37,6 +37,9 @@ Wires = Annotated[
     list[str] | None, typer.Option(metavar="raw|coded", help="Of ours; may be given twice.  [default: both]")
 ]
 Audit = Annotated[str, typer.Option(metavar="N|full", help="Workers rescan 1/N of their weights in each round.")]
+Placed = Annotated[
+    str, typer.Option(metavar="device|cpu|pinned|mmap", help="Where the trainer's baseline lies, for our wires.")
+]
 Links = Annotated[
     list[float] | None,
     typer.Option(
@@ -59,6 +62,7 @@ def sync(
     density: Densities = None,
     wire: Wires = None,
     audit: Audit = "16",
+    placement: Placed = "device",
     link: Links = None,
     scale: Scale = 1.0,
     repeats: Repeats = 3,
@@ -87,6 +91,7 @@ def sync(
         percents=tuple(density or (1.0,)),
         wires=cast("tuple[Wire, ...]", tuple(wire or ("raw", "coded"))),  # checked there, as is the audit
         audit=cast("AuditPolicy", int(audit) if audit.isdecimal() else audit),
+        placement=placement,
         links_gbits=tuple(link or LINKS_GBITS),
         repeats=repeats,
         threads=threads or max(1, DEFAULT_THREADS // world),

@@ -74,7 +74,7 @@ def test_what_is_unpacked_is_what_the_raw_wire_would_have_carried(ends: Ends) ->
         sent = list(ends.sender.chunks(tensor.to(ends.sender.device) for tensor in new))
         pending = [ends.packing.pack(chunk) for chunk in sent]
         for chunk, packing in zip(sent, pending, strict=True):
-            arrived, packed = ends.receiver.take(chunk.changes.num_changes or 0), torch.from_numpy(packing.result())
+            arrived, packed = ends.receiver.take(chunk.changes.num_changes or 0), packing.result()
             group = chunk.span.group
             ends.unpacking.finish(group, arrived, ends.unpacking.unpack(group, arrived, packed))
             for found, wanted in zip((arrived.counts, arrived.offsets, arrived.values), chunk.tensors, strict=True):
@@ -87,7 +87,7 @@ def test_a_chunk_of_another_number_of_changes_than_told_is_refused(ends: Ends) -
     ends.receiver.begin(ends.begin)
     first = next(ends.sender.chunks(tensor.to(ends.sender.device) for tensor in ends.stepped(1)))
     arrived = ends.receiver.take((first.changes.num_changes or 0) + 1)
-    packed = torch.from_numpy(ends.packing.pack(first).result())
+    packed = ends.packing.pack(first).result()
     pending = ends.unpacking.unpack(0, arrived, packed)
     with pytest.raises(FormatError, match="a chunk of another size"):
         ends.unpacking.finish(0, arrived, pending)

@@ -33,7 +33,6 @@ from deltacast.delta.kernels import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim"),  # Triton 3.6's interpreter, on numpy < 2.4
 ]
 
