@@ -118,18 +118,20 @@ def by_way(document: dict[str, Any], link: float | None) -> dict[tuple[str, obje
 def test_the_command_measures_every_way_on_every_link(model: str, tmp_path: Path, device: str) -> None:
     """All rows are there and agree with themselves; the picture is a PNG."""
     picture = tmp_path / "sync.png"
-    args = ("--model-shapes", model, "--density", 2, "--link", 0.01, "--repeats", 2, "--threads", 1)
+    args = ("--model-shapes", model, "--density", 2, "--link", 0.01, "--link", 0.1, "--repeats", 2, "--threads", 1)
     document = json.loads(command(*args, "--plot", picture, "--json"))
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    own, slow = by_way(document, None), by_way(document, 0.01)
+    own, slow, faster = (by_way(document, link) for link in (None, 0.01, 0.1))
     assert set(slow) == {("dense", None), ("peer", None), ("raw", 16), ("coded", 16)}
     assert set(own) == set(slow) | {("raw", "full")}
     machine = document["machine"]
     assert (machine["num_words"], machine["model_bytes"], machine["num_tensors"]) == (NUM_WORDS, MODEL_BYTES, 4)
     assert machine["device"] == device
-    check_rows([*own.values(), *slow.values()], machine)
+    check_rows([*own.values(), *slow.values(), *faster.values()], machine)
     assert slow["dense", None]["timing"] == "computed"
     assert slow["dense", None]["wall_median_s"] == pytest.approx(MODEL_BYTES / 1.25e6, rel=0.2)
+    fastest_s = max(own["dense", None]["wall_median_s"], MODEL_BYTES / 1.25e7)
+    assert faster["dense", None]["wall_median_s"] == pytest.approx(fastest_s, rel=0.2)  # whatever was measured before
     assert own["peer", None]["sent_bytes"] == pytest.approx(6 * 0.02 * 120_400, rel=0.1)
     assert slow["peer", None]["wall_min_s"] >= slow["peer", None]["link_floor_s"]
     for way in (("raw", 16), ("coded", 16)):

@@ -47,11 +47,14 @@ def measure(options: SyncOptions, workers: Workers, say: Say) -> None:
     facts = _facts(weights, workers, group)
     say(facts)
     for percent in options.percents:
-        dense: SyncRow | None = None
+        measured: SyncRow | None = None
         for link in (None, *options.links_gbits):
             setup = Setup(options, weights, workers, group, percent, link)
-            dense = _row(setup, Dense, facts, say) if dense is None else _computed(dense, link, facts)
-            say(dense)
+            if measured is None:
+                measured = _row(setup, Dense, facts, say)
+                say(measured)
+            else:
+                say(_computed(measured, link, facts))
             for make in _sparse_ways(options, link):
                 say(_row(setup, make, facts, say))
     group.close()

@@ -292,6 +292,7 @@ def test_a_chunk_pending_when_the_codec_closes_is_packed_or_cancelled() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_packing_never_waits_for_the_device() -> None:
     """Torch raises at any call that would; memory of the caller's tensors is not handed out while it is still read."""
     blocks: list[Block] = [[(at, 1 + at * 7 % 500, 0) for at in range(60_000)]] * 4
@@ -302,8 +303,8 @@ def test_packing_never_waits_for_the_device() -> None:
         columns += [words_tensor(words, codec.device) for words in (case.new, case.old)]
         flags = case.flags_on(codec.device)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             with torch.cuda.stream(cuda.Stream()):
                 cuda._sleep(200_000_000)  # cycles
                 pending = codec.pack(columns[0], columns[1], columns[2], columns[3], signed_magnitude=flags)
