@@ -2,9 +2,12 @@
 #
 #   PYTHON    the interpreter that .venv is made with, 3.11 or newer
 #   ARGS      passed on to `deltacast demo` or to pytest: make test ARGS="-x -k digest"
+#   ROUNDS, SEED  of the soak: make soak ROUNDS=2000 SEED=7
 #   PIP_ARGS  passed on to pip: make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON = python3
 ARGS =
+ROUNDS = 500
+SEED = 0
 PIP_ARGS =
 
 # -P keeps the checkout off sys.path: there, `delta`, `store` and `engines` could be imported a second time.
@@ -14,7 +17,7 @@ pytest = $(python) -m pytest
 # A caller's PYTHONPATH could shadow what .venv holds.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-slow test-gpu lint wheel clean
+.PHONY: help demo test test-slow test-gpu soak lint wheel clean
 
 help: ## list these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +33,9 @@ test-slow: .venv/.with-test ## run the tests that take minutes or many GB
 
 test-gpu: .venv/.with-test ## run the same tests on CUDA devices and NCCL
 	$(pytest) -m gpu $(ARGS)
+
+soak: .venv/.with-test ## run rounds under random kills, stops, joins and corruptions (docs/soak.md)
+	PYTHONPATH=tests/support $(python) -m soak --rounds $(ROUNDS) --seed $(SEED)
 
 lint: .venv/.with-dev ## check style and types: ruff, mypy, pyright
 	$(python) -m ruff check

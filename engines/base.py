@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
 
 from deltacast.delta.errors import InputError
 from deltacast.delta.sources import WeightSource
+from deltacast.engines.opening import ANY_PORT
+from deltacast.engines.pending import PendingUpdate
 from deltacast.engines.report import RoundReport, WorkerReport
 from deltacast.store.anchors import Anchors
 from deltacast.store.placement import Placement, check_placement
@@ -53,6 +55,8 @@ class TrainerInitInfo:
         num_workers: workers to wait for at init; later ones are admitted between rounds.
         host: the interface that control, rendezvous and payload bind to.
         port: of the control connection; 0 for any free one.
+        port_range: first and last of the ports that the trainer may listen on, at least three: for control if `port` is
+            0, and for rendezvous. None for any free ones. What Gloo and NCCL listen on is the system's choice.
         secret: hex, at least 16 bytes; a fresh one by default. Workers get it in their init info.
         device: `cpu` (Gloo) or `cuda:N` (NCCL) for the payload.
         placement: where the baseline lives, and at what cost (`deltacast.store.baseline.Baseline`).
@@ -81,6 +85,9 @@ class TrainerInitInfo:
         max_unpublished: versions that may wait to be published, each with its changes in host memory (of bf16 weights 6
             bytes per change of a streamed round, 12 of a container's); `send_weights` waits for room, for `timeout_s`,
             before it sends anything.
+        history_bytes: of the updates committed last that stay in host memory, so that a worker that comes again at one
+            of their versions is sent what changed since, and not everything; 0 for none. An update that is larger is
+            not kept, and costs nothing.
         anchors: when the store gets a snapshot of its newest version. It is put together in `baseline_folder` or the
             system's temporary folder, which must have room for the weights.
         run_id: the lineage; by default the store's, else a fresh one.
@@ -101,6 +108,7 @@ class TrainerInitInfo:
     num_workers: int
     host: str = "127.0.0.1"
     port: int = 0
+    port_range: tuple[int, int] | None = None
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     device: str = "cpu"
     placement: Placement = "cpu"
@@ -115,6 +123,7 @@ class TrainerInitInfo:
     store: VersionStore | None = field(default=None, repr=False)
     durability: Durability = "after_commit"
     max_unpublished: int = 4
+    history_bytes: int = 64 << 20
     anchors: Anchors = Anchors()  # noqa: RUF009 - frozen
     run_id: str = ""
     epoch: int = 0
@@ -129,10 +138,14 @@ class TrainerInitInfo:
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.threads < 1 or not 0 <= self.port < 65536:
             raise InputError("num_workers, threads or port out of range", found=self)
+        if self.port_range is not None and not 0 < self.port_range[0] <= self.port_range[1] - 2 < 65534:
+            raise InputError("bad port_range", expected="two ports, and one between them", found=self.port_range)
         if self.durability == "before_commit" and self.store is None:
             raise InputError("durability 'before_commit' needs a store", hint="Give one.")
         if self.max_unpublished < 1:
             raise InputError("max_unpublished out of range", expected="1 or more", found=self.max_unpublished)
+        if self.history_bytes < 0:
+            raise InputError("history_bytes out of range", expected="0 or more", found=self.history_bytes)
         if min(self.timeout_s, self.decision_timeout_s, self.join_timeout_s) <= 0:
             raise InputError("timeouts must be positive", found=self)
         _check_choice("wire", self.wire, Wire)
@@ -147,6 +160,11 @@ class TrainerInitInfo:
         check_placement(self.placement, self.baseline_folder)
         _check_audit(self.audit)
         _check_secret(self.secret)
+
+    @property
+    def ports(self) -> Sequence[int]:
+        """Where the trainer may listen."""
+        return ANY_PORT if self.port_range is None else range(self.port_range[0], self.port_range[1] + 1)
 
     def for_workers(self, host: str, port: int) -> WorkerInitInfo:
         """Return what the workers of this trainer are told."""
@@ -277,10 +295,26 @@ class TrainerEngine(ABC):
         """
 
     @abstractmethod
+    def send_weights_async(self, *, optimizer_step: int | None = None) -> PendingUpdate:
+        """Start a `send_weights` on a thread of its own, so that training goes on while the update travels.
+
+        The source's weights must not change before `wait_until_read` of what is returned. They are not read again after
+        that, so that where a blocking call would repair a damaged worker and send once more, this one ends in ABORT;
+        the next call repairs it. Until the update has ended, every other call is refused.
+
+        Args:
+            optimizer_step: as for `send_weights`.
+
+        Raises:
+            StateError, InputError: as `send_weights`; whatever else that raises comes with the result.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Close every connection, group and thread; may be called twice. Workers keep their weights.
 
-        Versions that wait to be published are, for up to `timeout_s`.
+        An update that is pending is waited for; its own timeouts end it. Versions that wait to be published are, for up
+        to `timeout_s`.
 
         Raises:
             StoreError: not all were; it says which. Everything is closed.
@@ -357,6 +391,7 @@ class WorkerStatus:
         audited_through: the newest version through which every parameter was rescanned; None if never.
         last_error: the last failure, or empty.
         optimizer_step: that the version was published with; None if none was told.
+        committed_at: when this worker last acted on a COMMIT, in seconds of Unix time; None if never.
     """
 
     status: ServingStatus
@@ -366,6 +401,7 @@ class WorkerStatus:
     audited_through: int | None
     last_error: str = ""
     optimizer_step: int | None = None
+    committed_at: float | None = None
 
 
 def _check_choice(name: str, value: object, choices: object) -> None:

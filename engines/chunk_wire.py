@@ -28,6 +28,7 @@ from deltacast.delta.sources import WeightSource, named
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
+from deltacast.engines.history import KeptUpdate
 from deltacast.engines.payload import Handoff, Inbox, Incoming, Outgoing, Route
 from deltacast.engines.protocol import Chunk, End, Propose, expect
 from deltacast.store.baseline import Baseline
@@ -50,8 +51,10 @@ class ChunkOutgoing(Outgoing):
         target_version: of the round.
         overlaps: have workers write while they receive.
         coder: for the `coded` wire; None for `raw`.
-        stored: whether a store wants the update.
+        keep_bytes: host memory that the update may take to be made again, for a store or a replay; more, and it cannot.
     """
+
+    reads_source = True
 
     def __init__(
         self,
@@ -62,9 +65,9 @@ class ChunkOutgoing(Outgoing):
         target_version: int,
         overlaps: bool,
         coder: ChunkCoder | None = None,
-        stored: bool = False,
+        keep_bytes: float = 0,
     ) -> None:
-        self._stored = stored
+        self._keep_bytes, self._kept_bytes = keep_bytes, 0
         self.wire = "raw" if coder is None else "coded"
         self._sender, self._source, self._baseline, self._coder = sender, source, baseline, coder
         self.base_version, self.target_version, self.overlaps = baseline.version, target_version, overlaps
@@ -122,6 +125,7 @@ class ChunkOutgoing(Outgoing):
     def _items(self) -> Iterator[_Ready | Sums]:
         """Diff, and yield what is to be sent as it comes: chunks, and the sums of them all."""
         for chunk in self._chunks:
+            self._kept_bytes += sum(t.nbytes for t in chunk.tensors) + chunk.changes.values.nbytes
             yield _Ready(chunk, None if self._coder is None else self._coder.pack(chunk))
         sums, self.target_digest = self._sender.sums()
         self.diff_s = time.perf_counter() - self.begun_at
@@ -146,14 +150,16 @@ class ChunkOutgoing(Outgoing):
 
     def stage(self) -> None:
         """See `Outgoing`."""
-        if self._stored:
-            self.update = partial(
+        fingerprints_bytes = 24 * len(self._baseline.state.table)  # before, after, and of what is overwritten
+        if (nbytes := self._kept_bytes + fingerprints_bytes) <= self._keep_bytes:
+            make = partial(
                 self._sender.keep().update,
                 run_id=self._baseline.run_id,
                 epoch=self._baseline.epoch,
                 target_version=self.target_version,
                 optimizer_step=self.optimizer_step,
             )
+            self.update = KeptUpdate(make, nbytes)
 
     def advance(self) -> None:
         """See `Outgoing`."""

@@ -5,18 +5,20 @@ For any tensors on any device, and any density: the update is made and applied o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Self
 
 import numpy as np
 import torch
 
 from deltacast.delta.apply import Transaction, TransactionState
-from deltacast.delta.codec import EncodedRound, RoundRows, decode_round, read_rows
+from deltacast.delta.codec import EncodedRound, RoundRows, decode_round, encode_round, read_rows
 from deltacast.delta.errors import BaseError, InputError, ProtocolError
-from deltacast.delta.patch import WeightUpdate
+from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
+from deltacast.engines.history import KeptUpdate
 from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Route
 from deltacast.engines.protocol import Propose
 from deltacast.store.baseline import Baseline
@@ -28,7 +30,7 @@ class ContainerOutgoing(Outgoing):
     """An encoded update.
 
     Args:
-        update: what it holds; made for the baseline as it is.
+        update: what it holds: it leads from the baseline as it is to a new version, or ends there.
         encoded: its rows and groups.
         baseline: what `advance` moves.
     """
@@ -45,15 +47,34 @@ class ContainerOutgoing(Outgoing):
         self.num_changed, self.num_parameters = update.num_changed, len(update.patches)
         self.sent_bytes = encoded.num_bytes
 
+    @classmethod
+    def of(
+        cls, update: WeightUpdate, baseline: Baseline, *, values: Literal["auto", "delta", "absolute"], threads: int
+    ) -> Self:
+        """Encode an update.
+
+        Args:
+            update: as for the class.
+            baseline: likewise.
+            values: the form of the values on the wire (docs/format.md).
+            threads: for the codec.
+
+        Raises:
+            TableError: it is about another parameter table than the baseline's.
+            PatchError, InputError: it breaks the patch policy.
+        """
+        return cls(update, encode_round(update, baseline.state.table, values=values, threads=threads), baseline)
+
     def send(self, route: Route) -> None:
         """See `Outgoing`."""
         route.group.broadcast(_joined(self._encoded.groups), route.deadline)
 
     def stage(self) -> None:
-        """See `Outgoing`. Seeds and repairs leave the baseline where it is."""
+        """See `Outgoing`. Seeds, repairs and replays leave the baseline where it is."""
         if self.target_version != self._baseline.version:
             self._staged = self._baseline.stage(self._update)
-            self.update = lambda: self._update
+            update = self._update  # and not the payload, which has the encoded bytes as well
+            self.update = KeptUpdate(lambda: update, _nbytes(update.patches))
 
     def advance(self) -> None:
         """See `Outgoing`."""
@@ -160,6 +181,11 @@ class ContainerDrain(Incoming):
 
     def rollback(self) -> None:
         """Nothing of it is ours."""
+
+
+def _nbytes(patches: Iterable[SparseWeightPatch]) -> int:
+    arrays = (array for patch in patches for array in (patch.indices, patch.values, patch.base_values))
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _joined(groups: Sequence[bytes]) -> torch.Tensor:

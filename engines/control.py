@@ -249,6 +249,7 @@ class Task:
         except BaseException as err:  # noqa: BLE001 - a thread's boundary; the owner looks at `error`
             self.error = err
         finally:
+            del self._function  # what it holds may hold this task
             with self._lock:
                 self.done = True
                 if self._left_behind:

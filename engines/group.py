@@ -3,16 +3,19 @@
 Rank 0 is the trainer. A group belongs to one *generation*: after any failure it is closed and a new one is formed
 under the next number, without restarting a process. TCPStore serves rendezvous only, on the chosen interface: it
 knows no secret, so whoever reaches that interface can disturb a rendezvous, though not what is decided.
+
+Another `Transport` brings a group of its own: `shared_group.py`, for workers on the trainer's host.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -26,12 +29,12 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from deltacast.delta.errors import TransportError
+from deltacast.delta.errors import ProtocolError, TransportError
 from deltacast.engines.control import Deadline
-from deltacast.engines.opening import listening_socket
+from deltacast.engines.opening import ANY_PORT, listening_socket
 from deltacast.engines.pace import LinkMeter, Pace
 
-__all__ = ["PayloadGroup", "Rendezvous"]
+__all__ = ["COLLECTIVES", "MeetingPlace", "PayloadGroup", "Rendezvous", "Transport", "flat_bytes"]
 
 _PIECE_BYTES: Final = 64 << 20
 _LEAST_TIMEOUT_S: Final = 0.01  # Gloo reads 0 ms as: wait for ever
@@ -46,14 +49,15 @@ class Rendezvous:
         host: the interface to serve on.
         world_size: the trainer and its workers.
         timeout_s: for every member's calls.
+        ports: where to listen, the first that is free.
 
     Raises:
         TransportError: it cannot be opened.
     """
 
-    def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
+    def __init__(self, host: str, world_size: int, timeout_s: float, ports: Sequence[int] = ANY_PORT) -> None:
         try:
-            sock = listening_socket(host, 0)  # TCPStore's own would listen on every interface
+            sock = listening_socket(host, ports)  # TCPStore's own would listen on every interface
             self.host, self.port = host, int(sock.getsockname()[1])
             self.store = TCPStore(
                 host,
@@ -110,8 +114,11 @@ class PayloadGroup:
         """Whether rank 0's `post` only enqueues: no Gloo, and no pace that it has to keep."""
         return self.device.type == "cuda" and self._pace is None
 
-    def meet(self, store: Store) -> None:
+    def meet(self, store: Any) -> None:
         """Meet the others. Collective; blocks inside torch, past every timeout if the store's host is frozen.
+
+        Args:
+            store: a torch Store; another transport's groups take that of their own `MeetingPlace`.
 
         Raises:
             TransportError: the members did not meet in time, or `abort` was called meanwhile.
@@ -129,6 +136,8 @@ class PayloadGroup:
 
     def join(self, host: str, port: int) -> None:
         """Meet the others at the trainer's rendezvous (a worker's side); as `meet`."""
+        if not port:  # torch would try the name for as long as it may, and log it
+            raise ProtocolError("no rendezvous of torch's", hint="Use one engine on both sides.")
         timeout = timedelta(seconds=self._timeout_s)
         try:
             store = TCPStore(host, port, self.world_size, is_master=False, timeout=timeout)
@@ -157,11 +166,7 @@ class PayloadGroup:
             self._pace.pass_on(num_bytes, deadline)
         try:
             with self._meter.measured(num_bytes):
-                if self.device.type == "cuda":
-                    self._post_coalesced(tensors)
-                else:
-                    for tensor in tensors:
-                        self._broadcast_piece(_flat_bytes(tensor), deadline.left_s("the payload group"))
+                self._carry(tensors, deadline)
         except RuntimeError as err:
             self._fail(err, deadline)
 
@@ -198,11 +203,19 @@ class PayloadGroup:
             if self.rank and staged is not piece:
                 piece.copy_(staged)
 
+    def _carry(self, tensors: Sequence[torch.Tensor], deadline: Deadline) -> None:
+        """Do what `post` says, with tensors that are not empty; RuntimeError if a peer is gone."""
+        if self.device.type == "cuda":
+            self._post_coalesced(tensors)
+            return
+        for tensor in tensors:
+            self._broadcast_piece(flat_bytes(tensor), deadline.left_s("the payload group"))
+
     def _post_coalesced(self, tensors: Sequence[torch.Tensor]) -> None:
         backend = self._open_backend()
         backend._start_coalescing()  # noqa: SLF001 - one launch for all of them has no other spelling
         for tensor in tensors:
-            backend.broadcast([_flat_bytes(tensor)], BroadcastOptions())
+            backend.broadcast([flat_bytes(tensor)], BroadcastOptions())
         backend._end_coalescing().wait()  # noqa: SLF001 - the current stream waits, not this thread
 
     def _fail(self, err: RuntimeError, deadline: Deadline) -> None:
@@ -274,6 +287,38 @@ class PayloadGroup:
             return ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
 
+class MeetingPlace(Protocol):
+    """Where a generation's members find each other, opened by the trainer; closed with its last reference.
+
+    Attributes:
+        host, port: what Form tells the workers, for `PayloadGroup.join`.
+    """
+
+    host: str
+    port: int
+
+    @property
+    def store(self) -> Any:
+        """For the trainer's `PayloadGroup.meet`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How an engine's payloads travel.
+
+    Attributes:
+        group: makes a member of a generation's group; takes what `PayloadGroup` takes.
+        rendezvous: opens the place where its members meet; takes what `Rendezvous` takes.
+    """
+
+    group: Callable[..., PayloadGroup]
+    rendezvous: Callable[[str, int, float, Sequence[int]], MeetingPlace]
+
+
+COLLECTIVES: Final = Transport(PayloadGroup, Rendezvous)
+"""NCCL between GPUs, Gloo between CPUs."""
+
+
 @contextmanager
 def _watchdog_that_only_logs() -> Iterator[None]:
     """Make groups whose watchdog does not end this process when a peer is gone: our own deadlines deal with that.
@@ -291,6 +336,6 @@ def _watchdog_that_only_logs() -> Iterator[None]:
             os.environ[_ERROR_HANDLING] = before
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes: Gloo knows few dtypes."""
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor of any dtype as flat uint8: Gloo knows few dtypes, and shared memory none."""
     return tensor.view(-1).view(torch.uint8)

@@ -18,7 +18,8 @@ from deltacast.delta.errors import DeadlineError, DeltacastError, ProtocolError,
 from deltacast.delta.table import ParameterTable
 from deltacast.engines.base import TrainerInitInfo
 from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
-from deltacast.engines.group import PayloadGroup, Rendezvous
+from deltacast.engines.group import COLLECTIVES, MeetingPlace, PayloadGroup, Transport
+from deltacast.engines.history import History, Replay
 from deltacast.engines.opening import Listener
 from deltacast.engines.pace import Pace
 from deltacast.engines.protocol import (
@@ -48,11 +49,13 @@ class Member:
     Attributes:
         channel: its control connection.
         hello: what it said of itself.
-        action: how it will catch up: `leave` (nothing to do), `repair` or `seed`; empty until it is welcomed.
+        action: how it will catch up: `leave` (nothing to do), `replay`, `repair` or `seed`; empty until it is welcomed.
         reason: why.
+        replay: what a replay must send.
         damaged: what a repair must send.
-        repaired: whether it was repaired in this call already.
+        repaired: whether it was repaired or seeded in this call already.
         rank: in the present payload group; 1 and up.
+        stands_by: it is still to catch up and the present round is for others: what it holds decides nothing.
         lost: why it is no longer heard; empty while it is.
     """
 
@@ -60,9 +63,11 @@ class Member:
     hello: Hello
     action: str = ""
     reason: str = ""
+    replay: Replay | None = None
     damaged: list[str] = field(default_factory=list)
     repaired: bool = False
     rank: int = 0
+    stands_by: bool = False
     lost: str = ""
 
     @property
@@ -74,22 +79,29 @@ class Member:
 class Membership:
     """The workers of one trainer, their connections and their payload group.
 
+    Args:
+        info: the trainer's.
+        baseline: what every worker is to hold.
+        history: knows which earlier versions lead there.
+
     Attributes:
         members: by rank, lost ones included until `evict`.
         group: the present generation's, None after any change or failure.
         generation: its number.
         newest_reported: the highest version of this run that any worker reported.
         evicted: names of workers that were dropped since the caller last emptied it.
+        transport: how payloads travel; an engine sets its own before the first group is formed.
 
     Raises:
         TransportError: the control address cannot be bound.
     """
 
-    def __init__(self, info: TrainerInitInfo, baseline: Baseline) -> None:
-        self._info, self._baseline = info, baseline
-        self._listener = Listener(info.host, info.port, bytes.fromhex(info.secret))
-        self._rendezvous: Rendezvous | None = None
+    def __init__(self, info: TrainerInitInfo, baseline: Baseline, history: History) -> None:
+        self._info, self._baseline, self._history = info, baseline, history
+        self._listener = Listener(info.host, (info.port,) if info.port else info.ports, bytes.fromhex(info.secret))
+        self._rendezvous: MeetingPlace | None = None
         self._pace = None if info.max_send_bytes_per_s is None else Pace(info.max_send_bytes_per_s)
+        self.transport: Transport = COLLECTIVES
         self.members: list[Member] = []
         self.group: PayloadGroup | None = None
         self.generation = 0
@@ -165,11 +177,11 @@ class Membership:
                 expected = f"epoch <= {self._info.epoch}"
                 raise TableError(f"{who} has seen a newer writer of this run", expected=expected, found=hello.key.epoch)  # noqa: TRY301 - told as well
         except TableError as err:
-            self._welcome(Member(channel, hello, "refuse", str(err)))
+            self._welcome(Member(channel, hello, "refuse", str(err)), -1)
             raise
 
-    def welcome(self) -> None:
-        """Tell the members that are new how they will catch up.
+    def welcome(self) -> list[Member]:
+        """Tell the members that are new how they will catch up, and return them.
 
         The first ones may know newer versions of this run than this trainer, which was restarted. Then its baseline
         goes by the newest version's number if it has that version's bits, else by the next: no number means two
@@ -181,9 +193,9 @@ class Membership:
         for member in new:
             if member.hello.run_id == self._info.run_id:
                 self.newest_reported = max(self.newest_reported, member.hello.version)
-            member.action, member.reason = self._judge(member.hello)
-            self._welcome(member)
+            self._welcome(member, self._judge(member))
             _LOG.info("deltacast admits worker %s: %s (%s)", member.name, member.action, member.reason)
+        return new
 
     def _number_baseline(self, hellos: Sequence[Hello]) -> None:
         state, digest = self._baseline.state, self._baseline.digest
@@ -193,20 +205,31 @@ class Membership:
             state.version = newest if all(hello.digest == digest for hello in known) else newest + 1
             state.mark_audited()
 
-    def _welcome(self, member: Member) -> None:
+    def _welcome(self, member: Member, version: int) -> None:
         key = RoundKey(self._info.epoch, self.generation, 0)
-        welcome = Welcome(self._info.run_id, key, member.action, self._baseline.version, member.reason)
+        welcome = Welcome(self._info.run_id, key, member.action, version, member.reason)
         self.tell([member], welcome, Deadline(self._info.timeout_s))
 
-    def _judge(self, hello: Hello) -> tuple[str, str]:
-        """Say how a worker catches up, by what it holds and never by a guess."""
-        version, digest, table = self._baseline.version, self._baseline.digest, self._baseline.state.table
+    def _judge(self, member: Member) -> int:
+        """Decide how a worker catches up, by what it holds and never by a guess; return our number for that, or -1."""
+        hello, digest, version = member.hello, self._baseline.digest, self._baseline.version
+        if hello.digest == digest and not hello.damaged:
+            member.action, member.reason = "leave", "it holds the trainer's bits"
+            return version
         agreed = hello.run_id == self._info.run_id and (hello.version, hello.digest) == (version, digest)
-        if hello.damaged and agreed and all(name in table for name in hello.damaged):
-            return "repair", f"damaged: {', '.join(hello.damaged[:3])}"
-        if hello.digest != digest or hello.damaged:
-            return "seed", f"it holds {hello.digest}, the trainer {digest}"
-        return "leave", "it holds the trainer's bits"
+        if agreed and all(name in self._baseline.state.table for name in hello.damaged):
+            member.action, member.reason = "repair", f"damaged: {', '.join(hello.damaged[:3])}"
+            return version
+        member.action, member.reason = "seed", f"it holds {hello.digest}, the trainer {digest}"
+        if hello.damaged:
+            return -1
+        try:
+            member.replay = self._history.find(hello.digest)
+        except DeltacastError as err:
+            member.reason += f": {err}"
+            return -1
+        member.action, member.reason = "replay", str(member.replay)
+        return member.replay.version
 
     # Generations.
 
@@ -235,13 +258,13 @@ class Membership:
         deadline, host = Deadline(self._info.timeout_s), self.members[0].channel.local_host
         key = RoundKey(self._info.epoch, self.generation, 0)
         world_size = len(self.members) + 1
-        rendezvous = Rendezvous(host, world_size, self._info.timeout_s)
+        rendezvous = self.transport.rendezvous(host, world_size, self._info.timeout_s, self._info.ports)
         for member in self.members:
-            form = Form(self._info.run_id, key, host, rendezvous.port, member.rank, world_size)
+            form = Form(self._info.run_id, key, rendezvous.host, rendezvous.port, member.rank, world_size)
             self.tell([member], form, deadline)
         if self._blame(*self.collect(Ready, key, deadline)):  # first, so that who is frozen makes nobody else wait
             return
-        group = PayloadGroup(
+        group = self.transport.group(
             rank=0,
             world_size=world_size,
             generation=self.generation,
@@ -253,7 +276,7 @@ class Membership:
         if self._meet(group, rendezvous, key):
             self._rendezvous, self.group = rendezvous, group  # the store stays open for this generation
 
-    def _meet(self, group: PayloadGroup, rendezvous: Rendezvous, key: RoundKey) -> bool:
+    def _meet(self, group: PayloadGroup, rendezvous: MeetingPlace, key: RoundKey) -> bool:
         task = Task("form", lambda: group.meet(rendezvous.store))
         failed = True
         try:

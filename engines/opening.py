@@ -13,17 +13,23 @@ that says nothing holds up nobody.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
+import os
 import secrets
 import selectors
 import socket
+from collections.abc import Sequence
 from typing import Final
 
 from deltacast.delta.errors import AuthenticationError, DeadlineError, ProtocolError, TransportError
 from deltacast.engines.control import Channel, Deadline, Task
 
-__all__ = ["Listener", "connect", "listening_socket"]
+__all__ = ["ANY_PORT", "Listener", "connect", "listening_socket"]
+
+ANY_PORT: Final = (0,)
+"""The system's choice."""
 
 _LOG: Final = logging.getLogger(__name__)
 _MAGIC: Final = b"\x8ddccast1"
@@ -75,22 +81,22 @@ class Listener:
 
     Args:
         host: the interface to bind; never all interfaces unless the caller says so.
-        port: 0 for any free port.
+        ports: to be tried in this order; 0 is any free one.
         secret: the run's.
 
     Raises:
         TransportError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
+    def __init__(self, host: str, ports: Sequence[int], secret: bytes) -> None:
         self._secret = secret
         self._openings: list[_Opening] = []
         self._ready: list[Channel] = []
         try:
-            self._sock = listening_socket(host, port)
+            self._sock = listening_socket(host, ports)
         except OSError as err:
             raise TransportError(
-                f"cannot listen on {host}:{port}: {err.strerror}", hint="Choose another port."
+                f"cannot listen on {host}:{ports[0]}: {err.strerror}", hint="Choose another port."
             ) from err
         self._sock.settimeout(0)
         self.host, self.port = host, int(self._sock.getsockname()[1])
@@ -181,14 +187,20 @@ class Listener:
         opening.channel.close()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Listen on one interface, and on no other.
+def listening_socket(host: str, ports: Sequence[int] = ANY_PORT) -> socket.socket:
+    """Listen on one interface, and on no other, at the first of these ports that is free.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=128)
+    family = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM)[0][0]
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError as err:
+            if err.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"{os.strerror(errno.EADDRINUSE)}, at each of {len(ports)} ports")
 
 
 def connect(host: str, port: int, secret: bytes, deadline: Deadline, admission: Deadline) -> Channel:

@@ -61,13 +61,14 @@ class Outgoing(ABC):
         target_digest: what every worker must hold; may be empty until `send` has returned.
         header: rides beside PROPOSE.
         payload_bytes: what a worker must have room for.
+        reads_source: whether `produce` reads the trainer's weights; else they were read before, or are not.
         overlaps: whether workers write while they receive.
         num_changed, num_parameters, sent_bytes: for the report; final once `send` has returned.
         buffer_bytes: extra memory on the trainer's device and host, by its bound.
         begun_at: when `begin` started the diff, by `time.perf_counter`; 0 if the diff came before.
         diff_s, encode_s: for the report.
-        update: makes the update that was sent, for a store: from `stage` on, on any thread, and also once the baseline
-            has moved. None for a seed or repair, and if no store was announced.
+        update: makes the update that was sent, for a store or a history: from `stage` on, on any thread, and also once
+            the baseline has moved. None for a seed, repair or replay, and if nobody has room for it.
     """
 
     wire: str
@@ -77,6 +78,7 @@ class Outgoing(ABC):
     target_digest: str = ""
     header: bytes = b""
     payload_bytes: int = 0
+    reads_source: bool = False
     overlaps: bool = False
     num_changed: int = 0
     num_parameters: int = 0

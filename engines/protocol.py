@@ -156,7 +156,12 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Trainer: how you will catch up with `version` (`leave`, `repair` or `seed`), and why; or `refuse`."""
+    """Trainer: how you will catch up with it (`leave`, `replay`, `repair` or `seed`), and why; or `refuse`.
+
+    Attributes:
+        version: my number for the bits that you hold: mine if you are left or repaired, the one that a replay starts
+            from; -1 if I know none, or you are refused.
+    """
 
     kind: ClassVar[str] = "welcome"
     action: str

@@ -20,6 +20,7 @@ class _Entry:
 
 
 _ENGINES: Final[dict[str, _Entry]] = {
+    "ipc": _Entry("deltacast.engines.ipc", "IpcTrainer", "IpcWorker"),
     "sparse_nccl": _Entry("deltacast.engines.sparse_nccl", "SparseNcclTrainer", "SparseNcclWorker"),
 }
 

@@ -81,7 +81,8 @@ class RoundReport:
         repaired: `(rank, parameter)` sent whole before this round, after a worker found damage.
         evicted: names of workers that were dropped.
         buffer_bytes: extra memory that the round took on the trainer, by its bound.
-        seeded: names of workers that were seeded or repaired at a handshake before this round, with the reason.
+        seeded: workers that came to this round by a handshake, or were repaired before it: left as they were, replayed,
+            repaired or seeded, and why.
         published_through: the newest version that the store had at the end of the call; None without a store.
         error: what failed on the trainer's own side; empty if nothing. Workers' errors are in `workers`. With
             `committed`, it is the client's call that failed after all workers had acknowledged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Final
 
 import torch
@@ -70,7 +71,7 @@ class Streams:
             target_version=self._baseline.version + 1,
             overlaps=info.overlap_apply,
             coder=self._coder if coded else None,
-            stored=info.store is not None,
+            keep_bytes=info.history_bytes if info.store is None else math.inf,
         )
 
     def close(self) -> None:

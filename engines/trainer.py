@@ -12,19 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final, Self
 
-from deltacast.delta.codec import encode_round
-from deltacast.delta.errors import CapacityError, DeadlineError, RoundAbortedError, StateError, TransportError
+import torch
+
+from deltacast.delta.errors import CapacityError, DeadlineError, StateError, TransportError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
+from deltacast.engines.catching_up import CatchingUp
 from deltacast.engines.container_wire import ContainerOutgoing
 from deltacast.engines.control import Deadline, Task, wait_any
-from deltacast.engines.dense_wire import DenseOutgoing
+from deltacast.engines.history import History
 from deltacast.engines.membership import Member, Membership
 from deltacast.engines.outcome import Outcome, aborted, report_of
 from deltacast.engines.payload import Outgoing, Route
+from deltacast.engines.pending import PendingUpdate
 from deltacast.engines.protocol import (
     TRAINER_STEPS,
     Ack,
@@ -44,7 +48,6 @@ from deltacast.engines.publishing import Publisher, publisher_of
 from deltacast.engines.report import RoundReport
 from deltacast.engines.resuming import begin_run
 from deltacast.engines.streams import Streams
-from deltacast.engines.wires import choose_seed_wire
 
 __all__ = ["RoundTrainer"]
 
@@ -66,10 +69,14 @@ class RoundTrainer(TrainerEngine):
         self._info, self.baseline, head = beginning.info, beginning.baseline, beginning.head
         self._source, self._client = source, client
         self.decisions = DecisionLog()
-        self._workers = Membership(self._info, self.baseline)
+        self._history = History(self._info, self.baseline)
+        self._workers = Membership(self._info, self.baseline, self._history)
+        self._behind = CatchingUp(self._info, self.baseline, self._workers, self._history)
         self._round_number = 0
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)
         self._busy = threading.Lock()
+        self._pending: PendingUpdate | None = None
+        self._source_read: Callable[[], None] | None = None  # of a pending update: its caller may change the weights
         self._num_calls = 0
         self._optimizer_step = None if head is None else head.optimizer_step  # the baseline's
         self._client_error = ""
@@ -100,23 +107,48 @@ class RoundTrainer(TrainerEngine):
 
     def send_weights(self, *, optimizer_step: int | None = None) -> RoundReport:
         """See `TrainerEngine`."""
-        if optimizer_step is not None:
-            optimizer_step = check_step(optimizer_step)
-        if not self._busy.acquire(blocking=False):
-            raise StateError("send_weights is already running", hint="Call it from one thread.")
+        step = self._begin_call(optimizer_step)
         try:
-            if self._workers.closed:
-                raise StateError("this trainer is shut down")
-            return self._send_weights(optimizer_step)
+            return self._send_weights(step)
         finally:
             self._busy.release()
 
+    def send_weights_async(self, *, optimizer_step: int | None = None) -> PendingUpdate:
+        """See `TrainerEngine`."""
+        step = self._begin_call(optimizer_step)
+        try:
+            self._pending = PendingUpdate(partial(self._send_pending, step), torch.device(self._info.device))
+        except BaseException:
+            self._busy.release()
+            raise
+        return self._pending
+
     def shutdown(self) -> None:
         """See `TrainerEngine`."""
+        if self._pending is not None:
+            self._pending.wait()
         self._workers.close()
         self._streams.close()
         if self._publisher is not None:
             self._publisher.close(self._info.timeout_s)
+
+    def _begin_call(self, optimizer_step: int | None) -> int | None:
+        """Check the argument, and keep other calls out until `_busy` is released."""
+        step = None if optimizer_step is None else check_step(optimizer_step)
+        if not self._busy.acquire(blocking=False):
+            raise StateError("send_weights is already running", hint="Wait until it has ended.")
+        if self._workers.closed:
+            self._busy.release()
+            raise StateError("this trainer is shut down")
+        return step
+
+    def _send_pending(self, step: int | None, source_read: Callable[[], None]) -> RoundReport:
+        self._source_read = source_read
+        try:
+            return self._send_weights(step)
+        finally:
+            self._source_read = None
+            self._busy.release()
 
     def _admit_first(self) -> None:
         info = self.worker_init_info
@@ -212,100 +244,21 @@ class RoundTrainer(TrainerEngine):
                 _LOG.warning("deltacast: %s", self._client_error)
 
     def _catch_up(self) -> list[str]:
-        """Give every member that needs it the baseline's bits: all of them, or the parameters that were damaged.
-
-        A worker that fails at this is dropped, and the rest start over: a bad joiner stops nobody.
-
-        Returns:
-            Who was caught up, how and why.
-
-        Raises:
-            TransportError: no worker is left.
-        """
-        done: list[str] = []
-        self._workers.welcome()
-        while True:
-            self._workers.ensure_group()
-            behind = [member for member in self._workers.members if member.action != "leave"]
-            if not behind:
-                return done
-            action = behind[0].action
-            receivers = [member for member in behind if member.action == action]
-            names = {name for member in receivers for name in member.damaged} if action == "repair" else None
-            if self._send_baseline(names, receivers):
-                done += [f"{member.name}: {action} ({member.reason})" for member in receivers]
-                for member in receivers:
-                    member.action, member.repaired, member.damaged = "leave", True, []
-
-    def _send_baseline(self, names: set[str] | None, receivers: Sequence[Member]) -> bool:
-        """Send the baseline, or some parameters of it; if that fails, those at fault are lost, or found damaged."""
-        payload = self._whole_parameters(names)
-        payload.optimizer_step = self._optimizer_step
-        outcome = self._round(payload, receivers)
-        lost = any(member.lost for member in self._workers.members)  # whoever froze and broke the payload, say
-        if not outcome.committed and 0 in outcome.errors and not lost:
-            raise RoundAbortedError(f"catching up failed: {outcome.errors[0]}", version=self.baseline.version)
-        damaged = self._note_damage(outcome)
-        for member in self._workers.members:
-            if member.rank not in damaged:
-                member.lost = member.lost or outcome.errors.get(member.rank, "")
-        return outcome.committed
-
-    def _whole_parameters(self, names: set[str] | None) -> Outgoing:
-        group = self._workers.group
-        assert group is not None
-        known = [(member.name, member.hello.wires) for member in self._workers.members]
-        choice = choose_seed_wire(self._info.seed_wire, workers=known, device=group.device)
-        _LOG.info("deltacast wire to catch up: %s (%s)", choice.wire, choice.reason)
-        if choice.wire == "dense":
-            return DenseOutgoing(self.baseline, group, names, slab_bytes=self._info.slab_bytes)
-        return self._container(self.baseline.seed(names))
-
-    def _note_damage(self, outcome: Outcome) -> dict[int, list[str]]:
-        """Plan the repair of what workers found damaged, or let go of those that no repair helps.
-
-        Returns:
-            Names by rank.
-
-        Raises:
-            CorruptionError: the damage is in the baseline; no worker is to blame.
-        """
-        if outcome.refusals:
-            self.baseline.require_sound()
-        damaged: dict[int, list[str]] = {}
-        for member in self._workers.members:
-            verdict, ack = outcome.verdicts.get(member.rank), outcome.acks.get(member.rank)
-            names = set(verdict.damaged if verdict else [])
-            if member.action == "leave" and ack:  # else what the audit after a rollback finds is known already
-                names |= set(ack.damaged)
-            if names:
-                damaged[member.rank] = sorted(names)
-                member.lost = member.lost or self._beyond_repair(member, names)
-                member.action, member.damaged = "repair", sorted(names | set(member.damaged))
-                member.reason = f"damaged: {', '.join(member.damaged[:3])}"
-        return damaged
-
-    def _beyond_repair(self, member: Member, names: set[str]) -> str:
-        """Say why damage cannot be repaired; an empty string if it can."""
-        unknown = sorted(name for name in names if name not in self.baseline.state.table)
-        if unknown:
-            return f"says that a parameter is damaged that there is not: {unknown[0]!r}"
-        if member.repaired or member.action == "seed" or names <= set(member.damaged):
-            self.baseline.require_sound(names)
-            return f"damaged again after it was sent whole: {', '.join(sorted(names)[:3])}"
-        return ""
+        """Bring every member to the baseline's bits; returns who was welcomed or caught up, how and why."""
+        return self._behind.run(self._optimizer_step, self._round)
 
     def _publish(self, optimizer_step: int | None, seeded: Sequence[str]) -> RoundReport:
         """Diff, send, and decide; once more if a worker turned out damaged and could be repaired."""
         payload, outcome = self._publish_once(optimizer_step)
         repaired: list[tuple[int, str]] = []
-        damaged = self._note_damage(outcome)
-        if damaged and not outcome.committed and not any(member.lost for member in self._workers.members):
+        damaged = self._behind.note_damage(outcome)
+        may_read_again = self._source_read is None and not any(member.lost for member in self._workers.members)
+        if damaged and not outcome.committed and may_read_again:
             repaired = [(rank, name) for rank, names in damaged.items() for name in names]
             _LOG.warning("deltacast repairs %s", repaired)
             self._catch_up()
             payload, outcome = self._publish_once(optimizer_step)
-            self._note_damage(outcome)
+            self._behind.note_damage(outcome)
         report = report_of(payload, self.baseline, outcome, self._workers.members)
         self._streams.note(report)
         return replace(
@@ -329,7 +282,12 @@ class RoundTrainer(TrainerEngine):
                 _LOG.warning("deltacast sends a container instead: %s", err)
                 self._catch_up()
         payload = self._container_of_source(target_version, optimizer_step)
+        self._note_read()
         return payload, self._publish_payload(payload)
+
+    def _note_read(self) -> None:
+        if self._source_read is not None:
+            self._source_read()
 
     def _publish_payload(self, payload: Outgoing) -> Outcome:
         self._workers.raise_client_error()  # before workers that it did not reach are asked for anything
@@ -339,19 +297,19 @@ class RoundTrainer(TrainerEngine):
         started = time.perf_counter()
         update = self.baseline.diff(self._source, target_version=target_version, optimizer_step=optimizer_step)
         diff_s = time.perf_counter() - started
-        payload = self._container(update)
+        values, threads = self._info.values, self._info.threads
+        payload = ContainerOutgoing.of(update, self.baseline, values=values, threads=threads)
         payload.optimizer_step = optimizer_step
         payload.diff_s, payload.encode_s = diff_s, time.perf_counter() - started - diff_s
         return payload
-
-    def _container(self, update: WeightUpdate) -> Outgoing:
-        encoded = encode_round(update, self.baseline.state.table, values=self._info.values, threads=self._info.threads)
-        return ContainerOutgoing(update, encoded, self.baseline)
 
     def _round(self, payload: Outgoing, receivers: Sequence[Member]) -> Outcome:
         """Run one round to its end: every live worker has acted on the decision, or is lost."""
         self._round_number += 1
         outcome, started = Outcome(self._key()), time.perf_counter()
+        receiving = {member.rank for member in receivers}
+        for member in self._workers.members:
+            member.stands_by = member.action != "leave" and member.rank not in receiving
         self._machine.step("propose")
         try:
             payload.begin()
@@ -419,6 +377,8 @@ class RoundTrainer(TrainerEngine):
         try:
             with group.aborted_by(deadline):
                 payload.produce(route)
+            if payload.reads_source:
+                self._note_read()
             self._watch_payload(task, outcome)
         finally:
             if not task.done or task.error is not None:
@@ -451,10 +411,11 @@ class RoundTrainer(TrainerEngine):
         assert outcome.commit_by is not None
         outcome.verdicts, errors = self._workers.collect(Verdict, outcome.key, outcome.commit_by, outcome.verdicts)
         outcome.errors |= errors
+        free = {member.rank for member in self._workers.members if member.stands_by}
         for rank, verdict in outcome.verdicts.items():
             if verdict.error:
                 outcome.errors[rank] = verdict.error
-            elif verdict.digest != payload.target_digest:
+            elif verdict.digest != payload.target_digest and rank not in free:
                 outcome.errors[rank] = f"digest {verdict.digest}, expected {payload.target_digest}"
 
     def _settle(self, payload: Outgoing, outcome: Outcome) -> None:
@@ -466,6 +427,7 @@ class RoundTrainer(TrainerEngine):
             self._workers.drop_group()  # wakes workers that still wait for payload; one that failed may have left
         self._workers.tell(members, Decision(self._info.run_id, outcome.key, outcome.committed), deadline)
         if outcome.committed:
+            self._history.note(payload)
             payload.advance()
             self._optimizer_step = payload.optimizer_step
         else:
@@ -473,7 +435,7 @@ class RoundTrainer(TrainerEngine):
         outcome.acks, errors = self._workers.collect(Ack, outcome.key, deadline)
         for member in members:
             ack = outcome.acks.get(member.rank)
-            bound = outcome.committed or member.action == "leave"  # to hold the baseline
+            bound = member.action == "leave" or (outcome.committed and not member.stands_by)  # to hold the baseline
             if ack is None or (bound and (ack.version, ack.digest) != (self.baseline.version, self.baseline.digest)):
                 found = f"version {ack.version} with {ack.digest}" if ack else "nothing"
                 member.lost = member.lost or errors.get(member.rank) or f"acknowledged {found}"

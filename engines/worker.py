@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -35,7 +35,7 @@ from deltacast.engines.chunk_wire import ChunkIncoming
 from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
 from deltacast.engines.dense_wire import DenseDrain, DenseIncoming
-from deltacast.engines.group import PayloadGroup
+from deltacast.engines.group import COLLECTIVES, PayloadGroup, Transport
 from deltacast.engines.opening import connect
 from deltacast.engines.payload import Inbox, Incoming, Limits
 from deltacast.engines.protocol import (
@@ -93,9 +93,14 @@ class RoundWorker(WorkerEngine):
         max_payload_bytes: likewise for the payload's buffer.
         threads: for decoding and scans.
 
+    Attributes:
+        transport: how payloads travel to it; the trainer's engine has the same.
+
     Raises:
         InputError: a tensor cannot be written in place.
     """
+
+    transport: ClassVar[Transport] = COLLECTIVES
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class RoundWorker(WorkerEngine):
         self._run_id, self._epoch = "", 0
         self._serving, self._last_error = ServingStatus.EMPTY, ""
         self._machine = Machine(WORKER_STEPS, WorkerState.IDLE)
+        self._committed_at: float | None = None
         self._busy = threading.Lock()
         self._stuck: Task | None = None
         self._repaired: list[str] = []
@@ -135,7 +141,16 @@ class RoundWorker(WorkerEngine):
         state, serving = self._state, self._serving
         serves = serving in (ServingStatus.SERVING, ServingStatus.STALE)
         version, step = (state.version, self._optimizer_step) if serves else (None, None)
-        return WorkerStatus(serving, self._run_id, version, state.digest, state.audited_through, self._last_error, step)
+        return WorkerStatus(
+            status=serving,
+            run_id=self._run_id,
+            version=version,
+            digest=state.digest,
+            audited_through=state.audited_through,
+            last_error=self._last_error,
+            optimizer_step=step,
+            committed_at=self._committed_at,
+        )
 
     @property
     def state(self) -> WeightState:
@@ -212,9 +227,10 @@ class RoundWorker(WorkerEngine):
         if (welcome.run_id, welcome.version) != (self._run_id, self._state.version):
             self._optimizer_step = None  # the trainer's number for these bits comes without one
         self._run_id, self._epoch, self._last_call = welcome.run_id, welcome.key.epoch, 0
-        if welcome.action == "leave":
+        if welcome.action in {"leave", "replay"}:
             self._state.version = welcome.version
             self._state.mark_audited()
+        if welcome.action == "leave":
             self._serving = ServingStatus.SERVING
         elif welcome.action == "seed":
             self._serving = ServingStatus.EMPTY
@@ -246,7 +262,7 @@ class RoundWorker(WorkerEngine):
         self._drop_group()
         channel, error = self._connected(), ""
         self._send(Ready(self._run_id, form.key), info)
-        group = PayloadGroup(
+        group = self.transport.group(
             rank=form.rank,
             world_size=form.world_size,
             generation=form.key.generation,
@@ -471,6 +487,7 @@ class RoundWorker(WorkerEngine):
     def _keep(self, payload: Incoming, propose: Propose) -> None:
         payload.commit()
         if not payload.drains:
+            self._committed_at = time.time()
             self._serving = ServingStatus.SERVING
             self._optimizer_step = None if propose.optimizer_step == -1 else propose.optimizer_step
         self._repaired += payload.repairs

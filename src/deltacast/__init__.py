@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltacast.delta.sources import ServingDType
     from deltacast.delta.state import WeightState
     from deltacast.engines.base import TrainerInitInfo, WorkerInitInfo
-    from deltacast.engines.clients import InProcessClient
+    from deltacast.engines.clients import HttpClient, InProcessClient, PausingClient, RayClient
     from deltacast.engines.registry import trainer_engine, worker_engine
     from deltacast.store.version_store import VersionStore
 
@@ -25,8 +25,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointSource": "deltacast.delta.checkpoint",
+    "HttpClient": "deltacast.engines.clients",
     "InProcessClient": "deltacast.engines.clients",
     "ModuleSource": "deltacast.delta.module_source",
+    "PausingClient": "deltacast.engines.clients",
+    "RayClient": "deltacast.engines.clients",
     "ServingDType": "deltacast.delta.sources",
     "StateDictSource": "deltacast.delta.module_source",
     "TrainerInitInfo": "deltacast.engines.base",
@@ -43,8 +46,11 @@ _HOMES = {
 
 __all__ = [
     "CheckpointSource",
+    "HttpClient",
     "InProcessClient",
     "ModuleSource",
+    "PausingClient",
+    "RayClient",
     "ServingDType",
     "StateDictSource",
     "TrainerInitInfo",

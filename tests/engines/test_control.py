@@ -14,7 +14,7 @@ import pytest
 
 from deltacast.delta.errors import AuthenticationError, DeadlineError, ProtocolError, TransportError
 from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
-from deltacast.engines.opening import Listener, connect
+from deltacast.engines.opening import ANY_PORT, Listener, connect
 from deltacast.engines.protocol import Ready, RoundKey, encode_message
 from engine_setups import num_descriptors
 
@@ -24,7 +24,7 @@ MESSAGE = Ready("run", RoundKey(0, 1, 2), "e")
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    opened = Listener("127.0.0.1", 0, SECRET)
+    opened = Listener("127.0.0.1", ANY_PORT, SECRET)
     yield opened
     opened.close()
 
@@ -133,7 +133,7 @@ def test_nobody_listening_is_named() -> None:
 def test_a_taken_port_is_named(listener: Listener) -> None:
     """The second listener says which address."""
     with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{listener.port}"):
-        Listener("127.0.0.1", listener.port, SECRET)
+        Listener("127.0.0.1", (listener.port,), SECRET)
 
 
 @pytest.mark.parametrize("sizes", [(0xFFFFFFFF, 0), (10, 0xFFFFFFFF), ((64 << 20) + 1, 0)])

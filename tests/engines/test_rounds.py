@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import time
 import socket
 import threading
 
@@ -145,7 +146,7 @@ def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_mi
         policy.step(2)
         report = trainer.send_weights()
         assert report.num_verified == 2
-        assert "seed" in report.seeded[0]
+        assert [": replay (" in said for said in report.seeded] == [True]
         assert frozen.reply().version == report.target_version
         assert frozen.ask("weights") == weights_of(policy)
         frozen.stop()
@@ -243,6 +244,20 @@ def test_an_empty_step_advances_the_version() -> None:
     with in_process(copy.deepcopy(policy)) as (_, client), trainer_of(policy, client, 1) as trainer:
         report = trainer.send_weights()
         assert (report.committed, report.num_changed, report.target_version) == (True, 0, 1)
+
+
+def test_a_worker_says_when_it_last_committed() -> None:
+    """By the clock of its host; a worker that was left as it was at its handshake has committed nothing."""
+    policy = Policy(0)
+    with in_process(copy.deepcopy(policy)) as ([worker], client), trainer_of(policy, client, 1) as trainer:
+        assert worker.status.committed_at is None
+        before = time.time()
+        trainer.send_weights()
+        first = worker.status.committed_at
+        assert first is not None
+        assert before <= first <= time.time()
+        trainer.send_weights()
+        assert (worker.status.committed_at or 0.0) > first
 
 
 def test_data_pointers_do_not_move_and_tied_tensors_travel_once() -> None:
@@ -419,5 +434,5 @@ def test_the_registry_finds_both_halves_by_name() -> None:
     """Key, file and class share a stem."""
     assert trainer_engine("sparse_nccl") is SparseNcclTrainer
     assert worker_engine("sparse_nccl") is SparseNcclWorker
-    with pytest.raises(ValueError, match="unknown engine: expected one of sparse_nccl"):
+    with pytest.raises(ValueError, match="unknown engine: expected one of ipc, sparse_nccl"):
         trainer_engine("carrier_pigeon")

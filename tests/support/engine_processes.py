@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -259,6 +260,18 @@ class EngineProcess:
         """Return what the process has to say."""
         assert self._pipe.poll(timeout_s), f"process {self.pid} did not answer"
         return self._pipe.recv()
+
+    def speaks(self, timeout_s: float) -> bool:
+        """Wait until there is something to hear, or until it is certain that there never will be."""
+        return self._pipe.poll(timeout_s)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the process is stopped by a signal, as the kernel says."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except FileNotFoundError:  # it has ended
+            return False
 
     def reply(self, timeout_s: float = REPLY_S) -> Any:
         """Return the answer to a command; raises what the engine raised, as an AssertionError with its traceback."""

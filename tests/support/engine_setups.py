@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import select
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import Client, TrainerInitInfo, WorkerInitInfo
@@ -79,15 +83,61 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """What a process holds of its system, by what the kernel says.
+
+    Attributes:
+        descriptors: open files and sockets, listening ones included.
+        ports: sockets among them that listen.
+        threads: native ones, Python's among them.
+        children: processes that were started and not waited for.
+    """
+
+    descriptors: int
+    ports: int
+    threads: int
+    children: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Look."""
+        tasks = list(Path("/proc/self/task").iterdir())
+        children = frozenset(child for task in tasks for child in _words(task / "children"))
+        return cls(num_descriptors(), len(_listeners()), len(tasks), children)
+
+    def exceeds(self, before: Footprint) -> bool:
+        """Whether anything is here that was not there before."""
+        more = self.descriptors > before.descriptors or self.ports > before.ports or self.threads > before.threads
+        return more or not self.children <= before.children
+
+
+def nothing_left_since(before: Footprint) -> bool:
+    """Whether all is gone that came since; Gloo's and the rendezvous' threads end a moment after they were told to."""
+    deadline = time.monotonic() + 5
+    while Footprint.now().exceeds(before) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return not Footprint.now().exceeds(before)
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def listening_addresses() -> set[str]:
     """Return the local addresses that sockets of this process listen on, as /proc/net writes them, without ports."""
+    return {address.split(":")[0] for address in _listeners()}
+
+
+def _listeners() -> set[str]:
     ours = {link for file in Path("/proc/self/fd").iterdir() if (link := _target(file)).startswith("socket:")}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in ours:
-                found.add(words[1].split(":")[0])
+                found.add(words[1])
     return found
 
 
@@ -96,3 +146,10 @@ def _target(file: Path) -> str:
         return str(file.readlink())
     except OSError:  # the descriptor of the listing itself
         return ""
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:  # a thread that has ended meanwhile
+        return []

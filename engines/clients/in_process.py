@@ -1,8 +1,4 @@
-"""Clients: how the trainer's lifecycle calls reach the workers.
-
-`InProcessClient` for workers in this process (tests, notebooks). A client for anything else is any object with the
-four methods of `deltacast.engines.base.Client`.
-"""
+"""A client of workers in this process."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from deltacast.delta.errors import InputError
 from deltacast.engines.base import WorkerEngine
 
 __all__ = ["InProcessClient"]
@@ -40,6 +37,17 @@ class InProcessClient:
     def finish_weight_update(self) -> None:
         """See `Client`."""
         self._all(lambda worker: worker.finish_weight_update())
+
+    def call(self, verb: str, **arguments: Any) -> None:
+        """Call something else that the engines' class has, such as `pause`; raises the first worker's error.
+
+        Raises:
+            InputError: an engine has no such method. None was called.
+        """
+        for worker in self._workers:
+            if not hasattr(worker, verb):
+                raise InputError(f"{type(worker).__name__} has no method {verb!r}")
+        self._all(lambda worker: getattr(worker, verb)(**arguments))
 
     def _all(self, call: Callable[[WorkerEngine], object]) -> None:
         with ThreadPoolExecutor(max(1, len(self._workers)), "deltacast-client") as pool:

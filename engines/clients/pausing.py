@@ -1,0 +1,145 @@
+"""Stop the engines' generation around an update, whatever becomes of it: a policy around any client that can call.
+
+    start_weight_update     pause, [sleep, wake the weights,] then the client's own
+    update_weights          the client's own: the weights are written
+    finish_weight_update    the client's own, then [wake the KV cache,] resume
+
+The trainer calls `finish_weight_update` after every start, a failed or interrupted one too, so resuming hangs on that
+alone; and of the steps of a finish each is taken, whatever became of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deltacast.delta.errors import InputError, StateError, TransportError
+from deltacast.engines.base import Client
+
+__all__ = ["CallingClient", "PausingClient"]
+
+
+class CallingClient(Client, Protocol):
+    """A client that can have its workers do more than the four calls: every one in this package."""
+
+    def call(self, verb: str, **arguments: Any) -> None:
+        """Have every worker do `verb`, and wait until it is done."""
+
+
+class PausingClient:
+    """Call `pause` before an update and `resume` after it; with `sleep_level`, `sleep` and `wake_up` too.
+
+    Verbs and arguments are vLLM's; `HttpClient.paths` and `RayClient.methods` say what other engines call them. The
+    initial handshake, which may write all weights, is between a `pause` and a `resume` too.
+
+    Sleeping frees the GPU for somebody else: call `sleep` before a training step that runs on the workers' GPUs. The
+    update then wakes the weights first, and the KV cache only once it is over. If nobody has called `sleep`,
+    `start_weight_update` does, so that the update has the KV cache's memory for its buffers. Requests that were kept
+    do not survive it.
+
+    Args:
+        client: does the calls; the caller still owns it.
+        mode: what becomes of requests in flight: `keep` freezes them, `wait` lets them end, `abort` ends them. None
+            to leave it to the engine.
+        sleep_level: 1 keeps the weights in host memory; None not to sleep. Level 2 would throw away the base that an
+            update is made for, and is refused.
+
+    Raises:
+        InputError: another level.
+    """
+
+    def __init__(self, client: CallingClient, *, mode: str | None = "keep", sleep_level: int | None = None) -> None:
+        if sleep_level not in (None, 1):
+            raise InputError(
+                "sleep_level out of range", expected="1 or None", found=sleep_level, hint="An update needs its base."
+            )
+        self._client = client
+        self._pause_arguments = {} if mode is None else {"mode": mode}
+        self._sleep_level = sleep_level
+        self._asleep = False
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `Client`. Workers are paused while the client's own call lasts. Errors as `finish_weight_update`."""
+        _take_all(lambda: self._pause_and_init(init_info), self._resume)
+
+    def start_weight_update(self) -> None:
+        """See `Client`. On any error, also of some workers only, `finish_weight_update` makes all of them run again."""
+        if self._sleep_level is None:
+            self._pause()
+        else:
+            if not self._asleep:
+                self.sleep()
+            self._wake_weights()
+        self._client.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `Client`."""
+        self._client.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """See `Client`. Resumes whatever else fails, an interrupt (Ctrl-C) included.
+
+        Raises:
+            TransportError: more than one step failed; the message has each error, the first one first.
+            Exception: the only one that failed.
+        """
+        _take_all(*self._to_wake_weights(), self._client.finish_weight_update, *self._to_run())
+
+    def sleep(self) -> None:
+        """Pause the workers and have them free their GPUs until the next update, or `wake`. Blocks until they have.
+
+        Raises:
+            StateError: this client does not sleep. Nothing was called.
+            Exception: the client's own. Some workers may be asleep; the next update, or `wake`, wakes them all.
+        """
+        if self._sleep_level is None:
+            raise StateError("this client does not sleep", hint="Give it a sleep_level.")
+        self._pause()
+        self._asleep = True  # before it is true: if it fails half way, some are
+        self._client.call("sleep", level=self._sleep_level)
+
+    def wake(self) -> None:
+        """Have the workers run again with the weights that they had; errors as `finish_weight_update`."""
+        _take_all(*self._to_wake_weights(), *self._to_run())
+
+    def _pause(self) -> None:
+        self._client.call("pause", **self._pause_arguments)
+
+    def _pause_and_init(self, init_info: dict[str, Any]) -> None:
+        self._pause()
+        self._client.init_transfer_engine(init_info)
+
+    def _wake_weights(self) -> None:
+        self._client.call("wake_up", tags=["weights"])
+        self._asleep = False
+
+    def _to_wake_weights(self) -> list[Callable[[], None]]:
+        return [self._wake_weights] if self._asleep else []
+
+    def _to_run(self) -> list[Callable[[], None]]:
+        return [self._resume] if self._sleep_level is None else [self._wake_kv_cache, self._resume]
+
+    def _wake_kv_cache(self) -> None:
+        self._client.call("wake_up", tags=["kv_cache"])
+
+    def _resume(self) -> None:
+        self._client.call("resume")
+
+
+def _take_all(*steps: Callable[[], None]) -> None:
+    """Take every step, whatever became of those before it; then raise what went wrong, an interrupt first of all."""
+    errors: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as err:  # noqa: BLE001 - it is raised below
+            errors.append(err)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        told = "; then: ".join(str(error) or type(error).__name__ for error in errors)
+        for error in errors:
+            if not isinstance(error, Exception):
+                error.add_note(told)
+                raise error
+        raise TransportError(told) from errors[0]

@@ -1,0 +1,123 @@
+"""One POST to many servers at the same time, each with its own answer. The only module that needs httpx.
+
+Every request gets a connection of its own. One that was kept open may have been closed by the server meanwhile, and
+then nobody can say whether the request took effect; a connection that could not be made leaves no such doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import httpx
+
+from deltacast.engines.clients.answers import LEFT, Answer, shortened
+from deltacast.engines.control import Deadline
+
+__all__ = ["Poster", "Query", "Request"]
+
+Query = Mapping[str, str | int | bool | Sequence[str]]
+
+_READ_BYTES: Final = 64 << 10
+_RETRY_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is sent to every server.
+
+    Attributes:
+        path: appended to the server's URL; a slash first.
+        query: parameters; a sequence is one that comes several times.
+        body: JSON.
+        timeout_s: from the first try to connect to the end of the answer.
+        hidden: words that no error may show, though a server may say them.
+        fail_fast: leave the other servers alone, whatever they are at, as soon as one has failed.
+    """
+
+    path: str
+    query: Query
+    body: bytes = field(repr=False)
+    timeout_s: float
+    hidden: tuple[str, ...] = field(repr=False)
+    fail_fast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Poster:
+    """How it is sent.
+
+    Attributes:
+        headers: of every request.
+        tls: decides which certificates are good.
+        connect_timeout_s: how long to try to connect.
+    """
+
+    headers: Mapping[str, str] = field(repr=False)
+    tls: ssl.SSLContext
+    connect_timeout_s: float
+
+    async def post(self, servers: Sequence[str], request: Request) -> tuple[Answer, ...]:
+        """Send a request to all servers at the same time and wait for each, but not longer than the request's time.
+
+        Returns:
+            In the order of `servers`, which are URLs. Only a 2xx is an answer without an error.
+        """
+        client = httpx.AsyncClient(
+            headers=dict(self.headers),
+            verify=self.tls,
+            timeout=httpx.Timeout(None, connect=self.connect_timeout_s),
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,  # a proxy or .netrc of the environment must get neither the token nor the run's secret
+        )
+        async with client:
+            asking = [asyncio.create_task(self._ask(client, server, request)) for server in servers]
+            waiting = set(asking)
+            while waiting and not (request.fail_fast and any(task.done() and task.result().error for task in asking)):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            answers = [
+                Answer(server, LEFT) if task in waiting else task.result()
+                for server, task in zip(servers, asking, strict=True)
+            ]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return tuple(answers)
+
+    async def _ask(self, client: httpx.AsyncClient, server: str, request: Request) -> Answer:
+        url = httpx.URL(server + request.path, params=dict(request.query) or None)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                error = await self._try(client, url, request.body)
+        except TimeoutError:
+            error = f"no answer within {request.timeout_s:g} s"
+        except httpx.HTTPError as err:
+            error = f"{type(err).__name__}: {err}"
+        for word in request.hidden:
+            error = error.replace(word, "[hidden]")
+        return Answer(server, shortened(error))
+
+    async def _try(self, client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> str:
+        """Send it once, however often it takes to connect: until then the server has seen nothing of it."""
+        deadline = Deadline(self.connect_timeout_s)
+        while True:
+            try:
+                return await _exchange(client, url, body)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if deadline.remaining_s < _RETRY_S:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _exchange(client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> str:
+    """Return the error that the answer is; an empty string for a 2xx. Reads no more of it than it needs."""
+    said = b""
+    async with client.stream("POST", url, content=body) as response:
+        async for piece in response.aiter_raw():  # raw: nothing is decompressed
+            said += piece
+            if len(said) >= _READ_BYTES:
+                break
+    return "" if response.is_success else f"status {response.status_code}: {said.decode('utf-8', 'replace')}"
