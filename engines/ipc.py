@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from deltacast.delta.sources import WeightSource
-from deltacast.engines.base import Client, TrainerInitInfo
 from deltacast.engines.group import Transport
 from deltacast.engines.shared_group import SHARED_MEMORY
 from deltacast.engines.trainer import RoundTrainer
@@ -26,10 +24,6 @@ class IpcTrainer(RoundTrainer):
     """
 
     transport: ClassVar[Transport] = SHARED_MEMORY
-
-    def __init__(self, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> None:
-        super().__init__(init_info, source, client)
-        self._workers.transport = self.transport
 
 
 class IpcWorker(RoundWorker):

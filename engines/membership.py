@@ -18,7 +18,7 @@ from deltacast.delta.errors import DeadlineError, DeltacastError, ProtocolError,
 from deltacast.delta.table import ParameterTable
 from deltacast.engines.base import TrainerInitInfo
 from deltacast.engines.control import Channel, Deadline, Task, send_all, wait_any
-from deltacast.engines.group import COLLECTIVES, MeetingPlace, PayloadGroup, Transport
+from deltacast.engines.group import MeetingPlace, PayloadGroup, Transport
 from deltacast.engines.history import History, Replay
 from deltacast.engines.opening import Listener
 from deltacast.engines.pace import Pace
@@ -83,6 +83,7 @@ class Membership:
         info: the trainer's.
         baseline: what every worker is to hold.
         history: knows which earlier versions lead there.
+        transport: how payloads travel.
 
     Attributes:
         members: by rank, lost ones included until `evict`.
@@ -90,18 +91,17 @@ class Membership:
         generation: its number.
         newest_reported: the highest version of this run that any worker reported.
         evicted: names of workers that were dropped since the caller last emptied it.
-        transport: how payloads travel; an engine sets its own before the first group is formed.
 
     Raises:
         TransportError: the control address cannot be bound.
     """
 
-    def __init__(self, info: TrainerInitInfo, baseline: Baseline, history: History) -> None:
+    def __init__(self, info: TrainerInitInfo, baseline: Baseline, history: History, transport: Transport) -> None:
         self._info, self._baseline, self._history = info, baseline, history
         self._listener = Listener(info.host, (info.port,) if info.port else info.ports, bytes.fromhex(info.secret))
         self._rendezvous: MeetingPlace | None = None
         self._pace = None if info.max_send_bytes_per_s is None else Pace(info.max_send_bytes_per_s)
-        self.transport: Transport = COLLECTIVES
+        self._transport = transport
         self.members: list[Member] = []
         self.group: PayloadGroup | None = None
         self.generation = 0
@@ -258,13 +258,13 @@ class Membership:
         deadline, host = Deadline(self._info.timeout_s), self.members[0].channel.local_host
         key = RoundKey(self._info.epoch, self.generation, 0)
         world_size = len(self.members) + 1
-        rendezvous = self.transport.rendezvous(host, world_size, self._info.timeout_s, self._info.ports)
+        rendezvous = self._transport.rendezvous(host, world_size, self._info.timeout_s, self._info.ports)
         for member in self.members:
             form = Form(self._info.run_id, key, rendezvous.host, rendezvous.port, member.rank, world_size)
             self.tell([member], form, deadline)
         if self._blame(*self.collect(Ready, key, deadline)):  # first, so that who is frozen makes nobody else wait
             return
-        group = self.transport.group(
+        group = self._transport.group(
             rank=0,
             world_size=world_size,
             generation=self.generation,

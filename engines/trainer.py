@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 import torch
 
@@ -24,6 +24,7 @@ from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
 from deltacast.engines.catching_up import CatchingUp
 from deltacast.engines.container_wire import ContainerOutgoing
 from deltacast.engines.control import Deadline, Task, wait_any
+from deltacast.engines.group import COLLECTIVES, Transport
 from deltacast.engines.history import History
 from deltacast.engines.membership import Member, Membership
 from deltacast.engines.outcome import Outcome, aborted, report_of
@@ -62,7 +63,10 @@ class RoundTrainer(TrainerEngine):
     Attributes:
         baseline: what every worker holds; read it, never move it.
         decisions: the record of every round's decision.
+        transport: how payloads travel; the workers' engine has the same.
     """
+
+    transport: ClassVar[Transport] = COLLECTIVES
 
     def __init__(self, init_info: TrainerInitInfo, source: WeightSource, client: Client) -> None:
         beginning = begin_run(init_info, source)
@@ -70,7 +74,7 @@ class RoundTrainer(TrainerEngine):
         self._source, self._client = source, client
         self.decisions = DecisionLog()
         self._history = History(self._info, self.baseline)
-        self._workers = Membership(self._info, self.baseline, self._history)
+        self._workers = Membership(self._info, self.baseline, self._history, self.transport)
         self._behind = CatchingUp(self._info, self.baseline, self._workers, self._history)
         self._round_number = 0
         self._machine = Machine(TRAINER_STEPS, TrainerState.IDLE)

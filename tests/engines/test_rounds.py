@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import signal
-import time
 import socket
 import threading
+import time
 
 import pytest
 import torch

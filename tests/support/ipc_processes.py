@@ -1,0 +1,205 @@
+"""Workers of engine ipc, and members of shared groups, in processes of their own.
+
+Targets of spawned processes must be importable by a child, hence a module here and not in a test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hmac
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine_processes
+from deltacast.delta.module_source import ModuleSource
+from deltacast.engines.base import Client
+from deltacast.engines.control import Deadline
+from deltacast.engines.group import Transport
+from deltacast.engines.ipc import IpcTrainer, IpcWorker
+from deltacast.engines.shared_group import SharedGroup, SharedRendezvous
+from engine_processes import DyingWorker, EngineProcess, PipeClient, Policy, WorkerProcess
+from engine_setups import info
+
+TIMEOUT_S = 20.0
+Die = tuple[str, int, signal.Signals]
+
+
+class DyingIpcWorker(IpcWorker, DyingWorker):
+    """See `DyingWorker`."""
+
+
+def serve_ipc(pipe: Connection, seed: int, die: Die | None, device: str) -> None:
+    """Run one worker of engine ipc; as `engine_processes.serve`."""
+    engine_processes.__dict__.update(DyingWorker=DyingIpcWorker, SparseNcclWorker=IpcWorker)
+    engine_processes.serve(pipe, seed, die, device)
+
+
+class IpcWorkerProcess(WorkerProcess):
+    """A worker."""
+
+    def __init__(self, seed: int, die: Die | None = None, device: str = "cpu") -> None:
+        EngineProcess.__init__(self, serve_ipc, seed, die, device)
+
+
+class SmallSlabs(IpcTrainer):
+    """A trainer through whose slabs even the test's models go in several."""
+
+    transport = Transport(SharedGroup, partial(SharedRendezvous, slab_bytes=256, num_slabs=2))
+
+
+@contextmanager
+def ipc_workers(*seeds: int, die: dict[int, Die] | None = None, device: str = "cpu") -> Iterator[PipeClient]:
+    """Start workers; `die` tells which of them dies where. None is left afterwards.
+
+    With device `cuda` they take the GPUs there are, from the last one on: the trainer's too if it is the only one.
+    """
+    workers: list[WorkerProcess] = []
+    try:
+        for number, seed in enumerate(seeds):
+            place = device if device == "cpu" else f"cuda:{(-1 - number) % torch.cuda.device_count()}"
+            workers.append(IpcWorkerProcess(seed, (die or {}).get(number), place))
+        yield PipeClient(workers)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+@contextmanager
+def ipc_trainer(
+    policy: Policy, client: Client, num_workers: int, engine: type[IpcTrainer] = SmallSlabs, **options: Any
+) -> Iterator[IpcTrainer]:
+    """Make a trainer that has admitted its workers; it is shut down afterwards."""
+    trainer = engine.trainer_init(info(num_workers, **options), ModuleSource(policy), client)
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()
+
+
+def wait_for_knock(trainer: IpcTrainer) -> None:
+    """Block until a worker knocks at the control port."""
+    assert select.select([trainer._workers._listener._sock], [], [], TIMEOUT_S)[0]
+
+
+def shared_group(rank: int, world_size: int, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> SharedGroup:
+    """A group that has not met yet."""
+    return SharedGroup(
+        rank=rank,
+        world_size=world_size,
+        generation=1,
+        device=torch.device(device),
+        timeout_s=timeout_s,
+        interface="127.0.0.1",
+    )
+
+
+class MemberProcess:
+    """What a member of a shared group holds between commands."""
+
+    def __init__(self, rank: int, world_size: int, device: str) -> None:
+        self.device, self.group = device, shared_group(rank, world_size, device)
+
+    def join(self, place: str) -> None:
+        self.group.join(place, 0)
+
+    def receive(self, *shapes: tuple[str, tuple[int, ...]]) -> list[bytes]:
+        """Take one payload into fresh tensors of these dtypes and shapes, and return their bytes."""
+        tensors = [torch.full(shape, 1, dtype=getattr(torch, dtype), device=self.device) for dtype, shape in shapes]
+        self.group.post(tensors, Deadline(TIMEOUT_S))
+        self.group.wait(Deadline(TIMEOUT_S))
+        return [tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+    def broadcast(self, num_bytes: int) -> bytes:
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.group.broadcast(buffer, Deadline(TIMEOUT_S))
+        return buffer.numpy().tobytes()
+
+    def write_to_memory(self) -> list[str]:
+        """Try to write to the trainer's memory in the ways there are; what the system says to each."""
+        memory: Any = self.group._memory
+        errors = []
+        for attempt in (
+            lambda: memory._mapping.write(b"x"),
+            lambda: mmap.mmap(memory.descriptor, 1),
+            lambda: os.pwrite(memory.descriptor, b"x", 0),
+            lambda: os.ftruncate(memory.descriptor, 1),
+        ):
+            try:
+                attempt()
+            except (OSError, TypeError) as err:
+                errors.append(type(err).__name__)
+        return errors
+
+    def become(self, user: int) -> None:
+        os.setresuid(user, user, user)
+
+    def knock(self, place: str) -> bytes:
+        """Say by hand what rank 1 has to say, and return the answer: nothing if there is none."""
+        name, key, message = place[:32], bytes.fromhex(place[32:]), struct.pack("<I4s", 1, b"cpu")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(TIMEOUT_S)
+            sock.connect(f"\0deltacast-{name}")
+            sock.send(message + hmac.digest(key, b"worker" + message, "sha256"))
+            try:
+                return sock.recv(100)
+            except ConnectionResetError:  # closed before it was read
+                return b""
+
+    def abort(self) -> tuple[int, int]:
+        """End the group; how many mappings and sockets are left."""
+        self.group.abort()
+        return num_mappings(), num_unix_sockets()
+
+
+def num_mappings() -> int:
+    """How many of our blocks this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:deltacast")
+
+
+def num_unix_sockets() -> int:
+    """How many unix sockets of messages this process has."""
+    ours = {str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sum(row[4] == "0005" and f"socket:[{row[6]}]" in ours for row in rows)
+
+
+def serve_member(pipe: Connection, rank: int, world_size: int, device: str) -> None:
+    """Answer commands (names of `MemberProcess` methods) until the pipe closes."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    member = MemberProcess(rank, world_size, device)
+    while True:
+        try:
+            command, *arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            pipe.send(("ok", getattr(member, command)(*arguments)))
+        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
+            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    member.group.close()
+
+
+def lead(pipe: Connection, place: str, num_bytes: int) -> None:
+    """Be a trainer that fills its slabs, says so, and then waits for ever."""
+    del place
+    torch.set_num_threads(1)
+    group, rendezvous = shared_group(0, 2), SharedRendezvous("", 2, TIMEOUT_S, slab_bytes=64, num_slabs=2)
+    pipe.send(rendezvous.host)
+    group.meet(rendezvous.store)
+    group.post([torch.zeros(num_bytes, dtype=torch.uint8)], Deadline(TIMEOUT_S))
+    pipe.send("posted")
+    pipe.recv()
