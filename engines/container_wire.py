@@ -138,8 +138,10 @@ class ContainerIncoming(Incoming):
 
     def _check(self, propose: Propose, rows: RoundRows) -> None:
         state, header, budget = self._state, rows.envelope, self._limits.undo_budget_bytes
-        if header.run_id != propose.run_id or header.target_digest != propose.target_digest:
-            raise ProtocolError("rows of another round", expected=propose.target_digest, found=header.target_digest)
+        base = -1 if header.base_version is None else header.base_version
+        told = propose.run_id, propose.base_version, propose.target_version, propose.target_digest
+        if told != (found := (header.run_id, base, header.target_version, header.target_digest)):
+            raise ProtocolError("rows of another round", expected=told, found=found)
         if rows.checked.payload_bytes != propose.payload_bytes:
             raise ProtocolError(
                 "rows of another payload", expected=propose.payload_bytes, found=rows.checked.payload_bytes

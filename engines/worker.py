@@ -374,6 +374,13 @@ class RoundWorker(WorkerEngine):
             raise StateError("no payload group")
         if propose.key.epoch < self._epoch:
             raise BaseError("an older writer", expected=f"epoch >= {self._epoch}", found=propose.key.epoch)
+        base, target, streamed = propose.base_version, propose.target_version, propose.wire in STREAMED
+        if self._rank in propose.receivers and base != self._state.version and (base != -1 or streamed):
+            raise BaseError("wrong base", version=target, expected=f"version {self._state.version}", found=base)
+        if target < base + streamed:
+            raise ProtocolError(
+                "a target version that does not follow its base", expected=f"above {base}", found=target
+            )
         limit = self._max_payload_bytes
         if propose.payload_bytes < 0 or (limit is not None and propose.payload_bytes > limit):
             raise InputError("payload too large", expected=f"at most {limit} bytes", found=propose.payload_bytes)
