@@ -108,6 +108,7 @@ class Membership:
         self.newest_reported = baseline.version
         self.evicted: list[str] = []
         self._last_evicted = ""
+        self._numbered = False
         self.client_task: Task | None = None
 
     @property
@@ -184,26 +185,30 @@ class Membership:
         """Tell the members that are new how they will catch up, and return them.
 
         The first ones may know newer versions of this run than this trainer, which was restarted. Then its baseline
-        goes by the newest version's number if it has that version's bits, else by the next: no number means two
-        things.
+        goes by the newest version's number if that is held and has the baseline's bits, else by the next: no number
+        means two things.
         """
         new = [member for member in self.members if not member.action and not member.lost]
-        if new and all(not member.action for member in self.members):
-            self._number_baseline([member.hello for member in new])
+        known = [member.hello for member in new if member.hello.run_id == self._info.run_id]
+        self.newest_reported = max([self.newest_reported, *(max(hello.version, hello.newest) for hello in known)])
+        if new and not self._numbered:
+            self._numbered = True
+            self._number_baseline(known)
         for member in new:
-            if member.hello.run_id == self._info.run_id:
-                self.newest_reported = max(self.newest_reported, member.hello.version)
             self._welcome(member, self._judge(member))
             _LOG.info("deltacast admits worker %s: %s (%s)", member.name, member.action, member.reason)
         return new
 
-    def _number_baseline(self, hellos: Sequence[Hello]) -> None:
-        state, digest = self._baseline.state, self._baseline.digest
-        known = [h for h in hellos if h.run_id == self._info.run_id and h.version >= self._baseline.version]
-        if known:
-            newest = max(hello.version for hello in known)
-            state.version = newest if all(hello.digest == digest for hello in known) else newest + 1
-            state.mark_audited()
+    def _number_baseline(self, known: Sequence[Hello]) -> None:
+        state, newest = self._baseline.state, self.newest_reported
+        rivals = [hello for hello in known if hello.version >= self._baseline.version]
+        if rivals and all(hello.digest == state.digest for hello in rivals):
+            state.version = max(hello.version for hello in rivals)
+        elif rivals or newest > self._baseline.version:
+            state.version = newest + 1
+        else:
+            return
+        state.mark_audited()
 
     def _welcome(self, member: Member, version: int) -> None:
         key = RoundKey(self._info.epoch, self.generation, 0)

@@ -144,6 +144,7 @@ class Hello(Message):
         digest: state digest of the bits that are there.
         damaged: parameters whose bits are not what I last agreed to.
         wires: what I can receive.
+        newest: the highest version of this run that I was ever told of, whether I hold it or not; -1 if none.
     """
 
     kind: ClassVar[str] = "hello"
@@ -152,6 +153,7 @@ class Hello(Message):
     digest: str
     damaged: list[str] = field(default_factory=list)
     wires: list[str] = field(default_factory=list)
+    newest: int = -1
 
 
 @dataclass(frozen=True, slots=True)

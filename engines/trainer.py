@@ -373,9 +373,11 @@ class RoundTrainer(TrainerEngine):
 
         route = Route(self._info.run_id, outcome.key, group, tell, deadline)
 
+        patience = Deadline(max(self._info.decision_timeout_s, self._info.timeout_s))  # of a worker that votes at once
+
         def send() -> None:
-            payload.send(route)
-            outcome.commit_by = Deadline(self._info.timeout_s)  # from here: no worker can have voted earlier
+            payload.send(route)  # workers may vote before this returns
+            outcome.commit_by = Deadline(min(self._info.timeout_s, patience.remaining_s))
 
         task = Task("payload", send)
         try:

@@ -127,6 +127,7 @@ class RoundWorker(WorkerEngine):
         self._serving, self._last_error = ServingStatus.EMPTY, ""
         self._machine = Machine(WORKER_STEPS, WorkerState.IDLE)
         self._committed_at: float | None = None
+        self._newest = -1  # version of this run that was named here, so that no other bits are ever given its number
         self._busy = threading.Lock()
         self._stuck: Task | None = None
         self._repaired: list[str] = []
@@ -217,7 +218,7 @@ class RoundWorker(WorkerEngine):
         version = -1 if self._state.version is None else self._state.version
         names = [item.parameter for item in damage]
         key = RoundKey(self._epoch, 0, 0)
-        return Hello(self._run_id, key, name, version, self._state.digest, names, self._wires)
+        return Hello(self._run_id, key, name, version, self._state.digest, names, self._wires, self._newest)
 
     def _enter(self, welcome: Welcome) -> None:
         if welcome.action == "refuse":
@@ -226,6 +227,7 @@ class RoundWorker(WorkerEngine):
             raise BaseError("an older writer of this run", expected=f"epoch >= {self._epoch}", found=welcome.key.epoch)
         if (welcome.run_id, welcome.version) != (self._run_id, self._state.version):
             self._optimizer_step = None  # the trainer's number for these bits comes without one
+        self._newest = max(self._newest if welcome.run_id == self._run_id else -1, welcome.version)
         self._run_id, self._epoch, self._last_call = welcome.run_id, welcome.key.epoch, 0
         if welcome.action in {"leave", "replay"}:
             self._state.version = welcome.version
@@ -289,6 +291,7 @@ class RoundWorker(WorkerEngine):
     def _round(self, propose: Propose, rows: bytes, info: WorkerInitInfo) -> None:
         """Take part in one round: whatever happens, what is written is decided, or restored."""
         self._machine.step("propose")
+        self._newest = max(self._newest, propose.target_version)
         deadline = Deadline(info.timeout_s * 2)  # the others get ready, and the payload comes
         current = _Round(propose, deadline, self._serving)
         try:

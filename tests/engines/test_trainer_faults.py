@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -184,6 +185,64 @@ def test_a_version_whose_number_was_used_is_not_used_for_other_bits() -> None:
             assert trainer.baseline.version == 4
             assert [worker.status.version for worker in workers] == [4, 4]
             assert trainer.send_weights().target_version == 5
+
+
+def test_a_number_that_a_seed_was_named_by_is_not_used_for_other_bits() -> None:
+    """All workers forget their version when they are seeded, and the trainer dies in it: they still know the number."""
+    served = Policy(0)
+    with in_process(served) as ([worker], client):
+        with trainer_of(policy_at(0, 1, 2), client, 1, version=3) as trainer:
+            assert worker.status.version == trainer.baseline.version == 3
+        dying = SparseNcclTrainer(info(1, epoch=1), ModuleSource(Policy(8)), TolerantClient([worker]))
+        real = dying._propose
+
+        def propose(*arguments: Any) -> None:
+            real(*arguments)
+            raise MemoryError
+
+        dying._propose = propose  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            dying._admit_first()
+        assert (worker.state.version, dying.baseline.version) == (None, 4)
+        dying.shutdown()
+        with trainer_of(Policy(9), client, 1, epoch=2, version=1) as trainer:
+            assert trainer.baseline.version == 5
+            assert worker.status.version == 5
+
+
+def test_a_trainer_that_stood_still_after_the_payload_had_left_commits_nothing() -> None:
+    """The worker had voted by then, and has given up: once, the clock of the decision started when the trainer woke."""
+    policy, served, gave_up = Policy(0), Policy(0), threading.Event()
+    before = weights_of(served)
+    with (
+        in_process(served) as ([worker], _),
+        trainer_of(policy, TolerantClient([worker]), 1, timeout_s=1.0, decision_timeout_s=1.0) as trainer,
+    ):
+        lose, make = worker._lose, trainer._container_of_source
+
+        def note(err: BaseException) -> None:
+            lose(err)
+            gave_up.set()
+
+        def made(*arguments: Any) -> Any:
+            payload = make(*arguments)
+            send = payload.send
+
+            def send_and_stand_still(route: Any) -> None:
+                send(route)
+                assert gave_up.wait(30)
+
+            payload.send = send_and_stand_still  # type: ignore[method-assign]
+            return payload
+
+        worker._lose = note  # type: ignore[method-assign]
+        trainer._container_of_source = made  # type: ignore[method-assign]
+        policy.step(0)
+        with pytest.raises((RoundAbortedError, TransportError)):
+            trainer.send_weights()
+        assert trainer.baseline.version == 0
+        assert (worker.status.status, worker.status.version) == (ServingStatus.STALE, 0)
+        assert weights_of(served) == before
 
 
 def test_a_trainer_restarted_with_the_workers_bits_takes_over_their_version() -> None:
