@@ -200,7 +200,7 @@ def test_a_number_that_a_seed_was_named_by_is_not_used_for_other_bits() -> None:
             real(*arguments)
             raise MemoryError
 
-        dying._propose = propose  # type: ignore[method-assign]
+        dying._propose = propose  # type: ignore[assignment, method-assign]
         with pytest.raises(MemoryError):
             dying._admit_first()
         assert (worker.state.version, dying.baseline.version) == (None, 4)
@@ -236,7 +236,7 @@ def test_a_trainer_that_stood_still_after_the_payload_had_left_commits_nothing()
             return payload
 
         worker._lose = note  # type: ignore[method-assign]
-        trainer._container_of_source = made  # type: ignore[method-assign]
+        trainer._container_of_source = made  # type: ignore[assignment, method-assign]
         policy.step(0)
         with pytest.raises((RoundAbortedError, TransportError)):
             trainer.send_weights()
