@@ -191,8 +191,7 @@ class Membership:
         new = [member for member in self.members if not member.action and not member.lost]
         known = [member.hello for member in new if member.hello.run_id == self._info.run_id]
         self.newest_reported = max([self.newest_reported, *(max(hello.version, hello.newest) for hello in known)])
-        if new and not self._numbered:
-            self._numbered = True
+        if new and all(not member.action for member in self.members):
             self._number_baseline(known)
         for member in new:
             self._welcome(member, self._judge(member))
@@ -200,12 +199,12 @@ class Membership:
         return new
 
     def _number_baseline(self, known: Sequence[Hello]) -> None:
-        state, newest = self._baseline.state, self.newest_reported
+        state, first, self._numbered = self._baseline.state, not self._numbered, True
         rivals = [hello for hello in known if hello.version >= self._baseline.version]
         if rivals and all(hello.digest == state.digest for hello in rivals):
             state.version = max(hello.version for hello in rivals)
-        elif rivals or newest > self._baseline.version:
-            state.version = newest + 1
+        elif rivals or (first and self.newest_reported > self._baseline.version):  # later, numbers named were our own
+            state.version = self.newest_reported + 1
         else:
             return
         state.mark_audited()

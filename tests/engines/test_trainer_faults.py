@@ -74,8 +74,9 @@ def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on
             assert [worker.reply().status for worker in client.workers] == [ServingStatus.SERVING] * 2
             heir.step(3)
             report = successor.send_weights()
-            assert (report.num_verified, report.target_version) == (2, newest[-1] + 1)
-            assert [worker.reply().version for worker in client.workers] == [newest[-1] + 1] * 2
+            version = 2 if step == "idle" else 3  # a number that was named once means nothing else
+            assert (report.num_verified, report.target_version) == (2, version)
+            assert [worker.reply().version for worker in client.workers] == [version] * 2
             assert [worker.ask("weights") for worker in client.workers] == [weights_of(heir)] * 2
 
 

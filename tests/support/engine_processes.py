@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -291,7 +291,8 @@ class EngineProcess:
         return self._process.exitcode
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # it may have just ended
+            os.kill(self.pid, number)
 
     def stop(self) -> None:
         self._pipe.close()
