@@ -458,6 +458,17 @@ class RoundWorker(WorkerEngine):
             raise TransportError(f"the payload did not arrive: {current.receive_error or 'the group is gone'}")
         assert current.payload is not None
         current.payload.apply()
+        self._weights_written(current.payload)
+
+    def _weights_written(self, payload: Incoming | None) -> None:
+        """Bring after the weights whatever is made from them; an engine whose model is not these very tensors has that.
+
+        Called after every write, before the vote. An error fails the vote; after an undo it ends the connection, and
+        nothing is served.
+
+        Args:
+            payload: what wrote; None after an undo.
+        """
 
     def _audit(self, current: _Round, info: WorkerInitInfo) -> list[Damage]:
         seeded = current.payload is not None and current.payload.is_seed
@@ -512,6 +523,7 @@ class RoundWorker(WorkerEngine):
             payload.rollback()
         damaged = self._state.audit()
         if not damaged and self._state.version is not None:
+            self._weights_written(None)
             self._serving = serving
         return damaged
 

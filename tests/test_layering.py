@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "engines": {"delta", "store", "engines"},
 }
 LONGEST_FUNCTION = 60
+NEEDS_VLLM = {ROOT / "engines" / "vllm" / "engine.py"}  # imported by vLLM only; tests/integration/vllm has it
 BANNED_STEMS = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 pytestmark = pytest.mark.skipif(not PACKAGES["delta"].is_dir(), reason="not a checkout")
@@ -165,7 +166,7 @@ def test_importing_every_library_module_touches_nothing(tmp_path: Path) -> None:
     names = [
         ".".join(("deltacast", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
         for path in _modules()
-        if _package(path) is not None
+        if _package(path) is not None and path not in NEEDS_VLLM
     ]
     code = f"""
 import importlib, os, signal, sys, threading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from deltacast.delta.errors import InputError, TransportError
@@ -23,10 +23,12 @@ class Answer:
     Attributes:
         worker: who it is: a server's URL, an actor.
         error: why the call does not count as done there, in the worker's own words if it had any; empty if it was done.
+        said: what a server that did it said, up to 64 KiB; empty for other workers.
     """
 
     worker: str
     error: str = ""
+    said: bytes = field(default=b"", repr=False, compare=False)
 
 
 def require_all(what: str, answers: Sequence[Answer]) -> None:

@@ -117,9 +117,11 @@ class HttpClient:
         verb: str,
         *,
         query: Query | None = None,
-        body: Mapping[str, Mapping[str, Any]] | None = None,
+        body: Mapping[str, Any] | None = None,
+        servers: Sequence[str] | None = None,
         whole_update: bool = False,
     ) -> None:
+        """Have some servers (all by default) do something; their answers are left in `answers`. Errors as `call`."""
         from deltacast.engines.clients.posting import Request
 
         body = body or {}
@@ -137,7 +139,7 @@ class HttpClient:
         # On a thread, since the caller's may run an event loop of its own, as notebooks do. An interrupt (Ctrl-C) is
         # raised once the requests have ended, so that none is cut off half way.
         with ThreadPoolExecutor(1, "deltacast-http") as pool:
-            self.answers = pool.submit(asyncio.run, self._poster.post(self._servers, request)).result()
+            self.answers = pool.submit(asyncio.run, self._poster.post(servers or self._servers, request)).result()
         require_all(f"POST {request.path}", self.answers)
 
 
@@ -171,7 +173,7 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _json(body: Mapping[str, Mapping[str, Any]]) -> bytes:
+def _json(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as err:

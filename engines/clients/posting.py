@@ -89,18 +89,19 @@ class Poster:
 
     async def _ask(self, client: httpx.AsyncClient, server: str, request: Request) -> Answer:
         url = httpx.URL(server + request.path, params=dict(request.query) or None)
+        said = b""
         try:
             async with asyncio.timeout(request.timeout_s):
-                error = await self._try(client, url, request.body)
+                error, said = await self._try(client, url, request.body)
         except TimeoutError:
             error = f"no answer within {request.timeout_s:g} s"
         except httpx.HTTPError as err:
             error = f"{type(err).__name__}: {err}"
         for word in request.hidden:
             error = error.replace(word, "[hidden]")
-        return Answer(server, shortened(error))
+        return Answer(server, shortened(error), said)
 
-    async def _try(self, client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> str:
+    async def _try(self, client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> tuple[str, bytes]:
         """Send it once, however often it takes to connect: until then the server has seen nothing of it."""
         deadline = Deadline(self.connect_timeout_s)
         while True:
@@ -112,12 +113,14 @@ class Poster:
             await asyncio.sleep(_RETRY_S)
 
 
-async def _exchange(client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> str:
-    """Return the error that the answer is; an empty string for a 2xx. Reads no more of it than it needs."""
+async def _exchange(client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> tuple[str, bytes]:
+    """Return the error that the answer is, empty for a 2xx, and what that said. Reads no more of it than it needs."""
     said = b""
     async with client.stream("POST", url, content=body) as response:
         async for piece in response.aiter_raw():  # raw: nothing is decompressed
             said += piece
             if len(said) >= _READ_BYTES:
                 break
-    return "" if response.is_success else f"status {response.status_code}: {said.decode('utf-8', 'replace')}"
+    if response.is_success:
+        return "", said
+    return f"status {response.status_code}: {said.decode('utf-8', 'replace')}", b""

@@ -1,0 +1,239 @@
+"""The worker engine for vLLM: a round worker over the checkpoint's weights in host memory, which the model follows.
+
+Every check, digest, verdict and rollback is `RoundWorker`'s, in checkpoint coordinates. Before this worker votes, the
+running model has been reloaded from what was written, so that a vote for COMMIT means: it runs. After an ABORT it is
+reloaded again, from what was restored. All of it happens within one call of vLLM's, during which nothing is generated.
+
+Nothing here raises into such a call: with several ranks, vLLM would pair later answers with the wrong questions
+(vllm-project/vllm#57846). An error is kept, logged, and told by `status`; what cannot be right is refused by the
+constructor, which ends the server's start.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from deltacast.delta.checkpoint import CheckpointSource
+from deltacast.delta.dtypes import dtype_named
+from deltacast.delta.errors import InputError
+from deltacast.delta.module_source import StateDictSource
+from deltacast.delta.sources import WeightSource
+from deltacast.engines.base import ServingStatus
+from deltacast.engines.payload import Incoming
+from deltacast.engines.sparse_nccl import SparseNcclWorker
+from deltacast.engines.vllm.reload import RuntimeModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+__all__ = ["DeltacastEngine", "EngineStatus", "InitInfo", "UpdateInfo"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is not there for the type checker
+    """What a client gives to `init_weight_transfer_engine`: the trainer's `worker_init_info`, checked by the worker."""
+
+    values: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What a client gives to `update_weights`: which of the trainer's calls this is."""
+
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What one rank holds, JSON-ready by `as_dict`.
+
+    Attributes:
+        rank: of all of the server's workers.
+        serves: whether the running model holds one whole version, so that it may generate: the one below, or if that
+            is None the checkpoint that vLLM loaded.
+        state: the worker's own `ServingStatus`, by value.
+        run_id, version, digest, audited_through, optimizer_step: as in `WorkerStatus`; of the weights in host memory,
+            which the running model holds as well where it `serves`.
+        error: why the last call did not do what it should; empty if it did.
+    """
+
+    rank: int
+    serves: bool
+    state: str
+    run_id: str
+    version: int | None
+    digest: str
+    audited_through: int | None
+    optimizer_step: int | None
+    error: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a plain dict."""
+        return asdict(self)
+
+
+class _FollowedWorker(SparseNcclWorker):
+    """A worker whose weights a running model follows; `untouched` until the first write."""
+
+    def __init__(self, source: WeightSource, follow: Callable[[], object]) -> None:
+        super().__init__(source)
+        self._follow = follow
+        self.runtime: RuntimeModel | None = None
+        self.untouched = True
+
+    def _stop_serving(self) -> None:
+        super()._stop_serving()
+        self.untouched = False
+
+    def _weights_written(self, payload: Incoming | None) -> None:
+        assert self.runtime is not None
+        if payload is not None and payload.is_seed:
+            self.runtime.distrust()
+        elif payload is not None:
+            self.runtime.distrust(payload.repairs)  # mended here, though their fingerprints are what they were
+        self._follow()
+
+
+class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """vLLM's half of a weight transfer; one per rank, made once the model is loaded. One thread.
+
+    Weights are kept twice: as vLLM runs them, and as the checkpoint has them in host memory. The latter are the
+    checkpoint's files, mapped: they take memory of their own only where updates have written. With `--load-format
+    dummy` only the files' headers are read, and the trainer sends everything at the first handshake.
+
+    Args:
+        config: unused; everything comes with the init info.
+        vllm_config: of the worker.
+        device: where the model runs.
+        model: the loaded model.
+
+    Raises:
+        InputError: something here that deltacast cannot update, by name. The server does not start.
+        FileNotFoundError: the model's folder has no safetensors files.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        _require_supported(vllm_config)
+        is_dummy = vllm_config.load_config.load_format == "dummy"
+        checkpoint = CheckpointSource(_checkpoint_folder(vllm_config))
+        self._worker = _FollowedWorker(_zeros_like(checkpoint) if is_dummy else checkpoint, self._follow)
+        state = self._worker.state
+        names = [meta.name for meta in state.table]
+        loaded = None if is_dummy else state.fingerprints
+        self._runtime = self._worker.runtime = RuntimeModel(model, self.model_config, names, loaded)
+        self._error = ""
+
+    @property
+    def status(self) -> EngineStatus:
+        """What this rank holds."""
+        status, error = self._worker.status, self._error
+        whole = self._worker.untouched or status.status in (ServingStatus.SERVING, ServingStatus.STALE)
+        return EngineStatus(
+            rank=self.parallel_config.rank,
+            serves=whole and not self._runtime.is_behind(self._worker.state),
+            state=status.status.value,
+            run_id=status.run_id,
+            version=status.version,
+            digest=status.digest,
+            audited_through=status.audited_through,
+            optimizer_step=status.optimizer_step,
+            error=error or status.last_error,
+        )
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        """Pass it on; what is wrong with it is found where errors are kept."""
+        return InitInfo(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        """Likewise."""
+        return UpdateInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's run and catch up to its version. Blocks; an error is kept."""
+        self._keep_error(lambda: self._join(init_info.values))
+
+    def start_weight_update(self) -> None:
+        """Nothing: a module is opened for loading when it is known to have changed."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Answer the trainer until its `send_weights` is over. Blocks; an error is kept."""
+        self._keep_error(lambda: self._worker.receive_weights(update_info.values))
+
+    def finish_weight_update(self) -> None:
+        """Nothing: what was decided was done."""
+
+    def shutdown(self) -> None:
+        """Leave the trainer; may be called twice. The model keeps its weights."""
+        self._worker.shutdown()
+
+    def _join(self, values: Mapping[str, Any]) -> None:
+        if self._worker.state.version is not None:  # else nobody knows yet whether these weights are any good
+            self._follow()
+        self._worker.init_transfer_engine(values)
+
+    def _follow(self) -> None:
+        with set_current_vllm_config(self.vllm_config):  # vLLM sets it for updates only, and a handshake is none
+            self._runtime.follow(self._worker.state)
+
+    def _keep_error(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as err:  # noqa: BLE001 - the boundary to vLLM's RPC
+            self._error = f"{type(err).__name__}: {err}"
+            _LOG.exception("deltacast: rank %d", self.parallel_config.rank)
+        else:
+            self._error = ""
+
+
+def _require_supported(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    unsupported = {
+        "quantization": vllm_config.model_config.quantization,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--enable-lora": vllm_config.lora_config,
+    }
+    for what, found in unsupported.items():
+        if found:
+            raise InputError(f"deltacast cannot update a server with {what} yet")
+
+
+def _checkpoint_folder(vllm_config: VllmConfig) -> Path:
+    """Return where the model's files are; vLLM has fetched them if they were not here."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+    )
+
+
+def _zeros_like(source: WeightSource) -> StateDictSource:
+    dtypes = {meta.name: dtype_named(meta.dtype).torch_dtype for meta in source.metas()}
+    return StateDictSource({meta.name: torch.zeros(meta.shape, dtype=dtypes[meta.name]) for meta in source.metas()})
