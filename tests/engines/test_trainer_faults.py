@@ -217,7 +217,7 @@ def test_a_trainer_that_stood_still_after_the_payload_had_left_commits_nothing()
     before = weights_of(served)
     with (
         in_process(served) as ([worker], _),
-        trainer_of(policy, TolerantClient([worker]), 1, timeout_s=1.0, decision_timeout_s=1.0) as trainer,
+        trainer_of(policy, TolerantClient([worker]), 1, timeout_s=3.0, decision_timeout_s=3.0) as trainer,
     ):
         lose, make = worker._lose, trainer._container_of_source
 
