@@ -299,7 +299,10 @@ def test_a_store_that_fails_or_hangs_makes_it_a_seed(prefix: str, hangs: bool) -
     """No round waits for it beyond the timeout, and no worker is lost over it."""
     store, backend = failing_store()
     policy, late, answer = Policy(0), Policy(0), threading.Event()
-    options: dict[str, Any] = {"store": store, "durability": "before_commit", "history_bytes": 0, "timeout_s": 2.0}
+    timeout_s = 4.0 if hangs else 20.0
+    options: dict[str, Any] = {
+        "store": store, "durability": "before_commit", "history_bytes": 0, "timeout_s": timeout_s
+    }  # fmt: skip
 
     def fail(call: str, name: str) -> None:
         if name.startswith(prefix) and threading.current_thread().name.endswith("replay"):
