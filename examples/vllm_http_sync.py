@@ -114,7 +114,8 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).is_success:
                 return
-        time.sleep(0.2)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(0.2)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}")
 
 

@@ -27,14 +27,21 @@ from deltacast.delta.errors import (
 )
 from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import ServingStatus
-from deltacast.engines.clients import InProcessClient
 from deltacast.engines.control import Deadline, Task
 from deltacast.engines.ipc import IpcTrainer, IpcWorker
 from deltacast.engines.registry import trainer_engine, worker_engine
 from deltacast.engines.shared_group import SharedGroup, SharedRendezvous
 from dense_processes import group_of
 from engine_processes import DIE_AT, EngineProcess, Policy, WorkerError, weights_of
-from engine_setups import EVERY_WIRE, SEED_WIRES, num_descriptors
+from engine_setups import (
+    EVERY_WIRE,
+    SEED_WIRES,
+    freeze_and_thaw,
+    num_descriptors,
+    run_generation,
+    serving,
+    wait_for_connection,
+)
 from ipc_processes import (
     TIMEOUT_S,
     ipc_trainer,
@@ -44,7 +51,6 @@ from ipc_processes import (
     num_unix_sockets,
     serve_member,
     shared_group,
-    wait_for_knock,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -143,66 +149,18 @@ def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_mi
     policy = Policy(0)
     die = {1: (step, 1, signal.SIGSTOP)}
     with ipc_workers(0, 0, die=die) as client, ipc_trainer(policy, client, 2, wire=wire, timeout_s=2.0) as trainer:
-        client.reports()
-        before = weights_of(policy)
-        survivor, frozen = client.workers
-        policy.step(0)
-        if step == "voted":  # its verdict arrived: the round commits and the silent worker is dropped
-            assert f":{frozen.pid}" in trainer.send_weights().evicted[0]
-        else:
-            with pytest.raises(RoundAbortedError, match=f":{frozen.pid}"):
-                trainer.send_weights()
-        survivor.reply()
-        first = weights_of(policy)
-        client.workers.remove(frozen)
-        policy.step(1)
-        assert trainer.send_weights().num_verified == 1
-        survivor.reply()
-        frozen.signal(signal.SIGCONT)
-        with pytest.raises(WorkerError):
-            frozen.reply()
-        status = frozen.ask("status")
-        assert (status.status, status.version) == (ServingStatus.STALE, 1 if step == "voted" else 0)
-        assert frozen.ask("weights") == (first if step == "voted" else before)
-        frozen.tell("init", trainer.worker_init_info)
-        wait_for_knock(trainer)
-        assert trainer.send_weights().num_verified == 2
-        assert frozen.reply().version == trainer.baseline.version
-        assert frozen.ask("weights") == weights_of(policy)
-        frozen.stop()
-
-
-@contextmanager
-def in_process(*policies: Policy) -> Iterator[tuple[list[IpcWorker], InProcessClient]]:
-    """Make worker engines in this process and a client of theirs; shut down afterwards."""
-    workers = [IpcWorker(ModuleSource(policy)) for policy in policies]
-    try:
-        yield workers, InProcessClient(workers)
-    finally:
-        for worker in workers:
-            worker.shutdown()
+        freeze_and_thaw(client, trainer, policy, step)
 
 
 def test_fifty_generations_leave_no_descriptor_no_thread_and_no_mapping() -> None:
     """Groups that were formed, dropped, broken by an abort or refused: all of them are gone."""
     policy = Policy(0)
-    with in_process(Policy(0), Policy(0)) as (workers, client), ipc_trainer(policy, client, 2) as trainer:
-
-        def generation(number: int) -> None:
-            trainer._workers.drop_group()
-            workers[0]._undo_budget_bytes = 0 if number % 5 == 0 else None
-            policy.step(number, share=0.2)
-            if number % 5:
-                assert trainer.send_weights().num_verified == 2
-            else:
-                with pytest.raises(RoundAbortedError):
-                    trainer.send_weights()
-
-        generation(1)  # torch opens some things once
+    with serving(IpcWorker, Policy(0), Policy(0)) as (workers, client), ipc_trainer(policy, client, 2) as trainer:
+        run_generation(trainer, workers[0], policy, 1)  # torch opens some things once
         counts = threading.active_count(), num_descriptors(), num_mappings(), num_unix_sockets()
         assert counts[2:] == (3, 4)  # the trainer's and two workers'; two connections, both ends
         for number in range(2, 52):
-            generation(number)
+            run_generation(trainer, workers[0], policy, number)
         assert (threading.active_count(), num_descriptors(), num_mappings(), num_unix_sockets()) == counts
         assert trainer._workers.generation >= 50
     assert (num_mappings(), num_unix_sockets()) == (0, 0)
@@ -211,10 +169,10 @@ def test_fifty_generations_leave_no_descriptor_no_thread_and_no_mapping() -> Non
 def test_a_worker_with_another_secret_never_hears_of_the_group() -> None:
     """It is refused at the control connection, where the place and its key would be told."""
     policy, stranger = Policy(0), IpcWorker(ModuleSource(Policy(0)))
-    with in_process(Policy(0)) as (_, client), ipc_trainer(policy, client, 1) as trainer:
+    with serving(IpcWorker, Policy(0)) as (_, client), ipc_trainer(policy, client, 1) as trainer:
         told = {**trainer.worker_init_info, "secret": "00" * 32}
         joining = Task("join", lambda: stranger.init_transfer_engine(told))
-        wait_for_knock(trainer)
+        wait_for_connection(trainer)
         policy.step(0)
         assert trainer.send_weights().num_verified == 1
         assert joining.join(TIMEOUT_S)

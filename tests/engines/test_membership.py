@@ -33,6 +33,7 @@ from engine_setups import (
     num_descriptors,
     raised,
     resident_bytes,
+    run_generation,
     trainer_of,
     wait_for_connection,
 )
@@ -279,23 +280,12 @@ def test_two_hundred_generations_leave_nothing_behind() -> None:
     """Groups that were formed, dropped, broken by an abort: no thread, port, descriptor or process, and no memory."""
     policy, served = Policy(0), [Policy(0), Policy(0)]
     with in_process(*served) as (workers, client), trainer_of(policy, client, 2) as trainer:
-
-        def generation(number: int) -> None:
-            trainer._workers.drop_group()
-            workers[0]._undo_budget_bytes = 0 if number % 5 == 0 else None
-            policy.step(number, share=0.2)
-            if number % 5:
-                assert trainer.send_weights().num_verified == 2
-            else:
-                with pytest.raises(RoundAbortedError):
-                    trainer.send_weights()
-
         for number in range(20):  # torch opens some things once, and the allocator finds its size
-            generation(number)
-        generation(1)  # so that there is a group, as at the end
+            run_generation(trainer, workers[0], policy, number)
+        run_generation(trainer, workers[0], policy, 1)  # so that there is a group, as at the end
         before, resident = Footprint.now(), resident_bytes()
         for number in range(200):
-            generation(number)
+            run_generation(trainer, workers[0], policy, number)
         assert trainer._workers.generation >= 200
         assert nothing_left_since(before)
         assert resident_bytes() - resident < 16 << 20

@@ -24,8 +24,17 @@ from deltacast.engines.base import ServingStatus, WorkerInitInfo
 from deltacast.engines.clients import InProcessClient
 from deltacast.engines.registry import trainer_engine, worker_engine
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
-from engine_processes import DIE_AT, PipeClient, Policy, WorkerError, WorkerProcess, weights_of, worker_processes
-from engine_setups import EVERY_WIRE, in_process, info, num_descriptors, raised, trainer_of, wait_for_connection
+from engine_processes import DIE_AT, PipeClient, Policy, WorkerProcess, weights_of, worker_processes
+from engine_setups import (
+    EVERY_WIRE,
+    freeze_and_thaw,
+    in_process,
+    info,
+    num_descriptors,
+    raised,
+    trainer_of,
+    wait_for_connection,
+)
 
 pytestmark = pytest.mark.timeout(120)
 SECRET = "5e" * 32
@@ -120,36 +129,8 @@ def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_mi
     policy = Policy(0)
     die, options = {1: (step, 1, signal.SIGSTOP)}, {"wire": wire, "timeout_s": 2.0}
     with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, **options) as trainer:
-        client.reports()
-        before = weights_of(policy)
-        survivor, frozen = client.workers
-        policy.step(0)
-        if step == "voted":  # its verdict arrived: the round commits and the silent worker is dropped
-            assert f":{frozen.pid}" in trainer.send_weights().evicted[0]
-        else:
-            with pytest.raises(RoundAbortedError, match=f":{frozen.pid}"):
-                trainer.send_weights()
-        survivor.reply()
-        first = weights_of(policy)
-        client.workers.remove(frozen)
-        policy.step(1)
-        assert trainer.send_weights().num_verified == 1
-        survivor.reply()
-        frozen.signal(signal.SIGCONT)
-        with pytest.raises(WorkerError):
-            frozen.reply()
-        status = frozen.ask("status")
-        assert (status.status, status.version) == (ServingStatus.STALE, 1 if step == "voted" else 0)
-        assert frozen.ask("weights") == (first if step == "voted" else before)
-        frozen.tell("init", trainer.worker_init_info)
-        wait_for_connection(trainer)
-        policy.step(2)
-        report = trainer.send_weights()
-        assert report.num_verified == 2
+        report = freeze_and_thaw(client, trainer, policy, step)
         assert [": replay (" in said for said in report.seeded] == [True]
-        assert frozen.reply().version == report.target_version
-        assert frozen.ask("weights") == weights_of(policy)
-        frozen.stop()
 
 
 def test_a_late_joiner_is_admitted_between_rounds() -> None:

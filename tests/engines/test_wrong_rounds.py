@@ -47,6 +47,19 @@ def require_untouched(worker: SparseNcclWorker, served: Policy, before: dict[str
     assert worker.status.status in (ServingStatus.SERVING, ServingStatus.STALE)
 
 
+def require_refused(
+    trainer: SparseNcclTrainer, worker: SparseNcclWorker, served: Policy, policy: Policy, *, version: int, match: str
+) -> None:
+    """The next round is aborted with these words, and the one after it is as any other."""
+    before = weights_of(served)
+    policy.step(9)
+    with pytest.raises(RoundAbortedError, match=match):
+        trainer.send_weights()
+    require_untouched(worker, served, before, version)
+    assert trainer.send_weights().num_verified == 1
+    assert weights_of(served) == weights_of(policy)
+
+
 @pytest.mark.parametrize("wire", EVERY_WIRE)
 def test_a_committed_round_told_again_is_refused(wire: str) -> None:
     """With its own header, base and target; the worker is past that base."""
@@ -57,13 +70,7 @@ def test_a_committed_round_told_again_is_refused(wire: str) -> None:
         trainer.send_weights()
         old, header = next(told for told in meant if isinstance(told[0], Propose))
         tell_through(trainer, lambda propose, _: (replace(old, key=propose.key), header))
-        before = weights_of(served)
-        policy.step(1)
-        with pytest.raises(RoundAbortedError, match=r"wrong base|other bits"):
-            trainer.send_weights()
-        require_untouched(worker, served, before, 1)
-        assert trainer.send_weights().num_verified == 1
-        assert weights_of(served) == weights_of(policy)
+        require_refused(trainer, worker, served, policy, version=1, match=r"wrong base|other bits")
 
 
 @pytest.mark.parametrize("wire", EVERY_WIRE)
@@ -79,13 +86,7 @@ def test_a_round_that_the_worker_missed_the_one_before_is_refused(wire: str) -> 
     policy = Policy(0)
     with in_process(served) as ([worker], _), trainer_of(policy, TolerantClient([worker]), 1, wire=wire) as trainer:
         tell_through(trainer, lambda propose, _: (replace(ahead, key=propose.key), header))
-        before = weights_of(served)
-        policy.step(0)
-        with pytest.raises(RoundAbortedError, match=r"wrong base.*version 0"):
-            trainer.send_weights()
-        require_untouched(worker, served, before, 0)
-        assert trainer.send_weights().num_verified == 1
-        assert weights_of(served) == weights_of(policy)
+        require_refused(trainer, worker, served, policy, version=0, match=r"wrong base.*version 0")
 
 
 @pytest.mark.parametrize("wire", EVERY_WIRE)
@@ -106,13 +107,7 @@ def test_a_proposal_that_contradicts_its_header_is_refused(wire: str, lie: Lie, 
     policy, served = Policy(0), Policy(0)
     with in_process(served) as ([worker], _), trainer_of(policy, TolerantClient([worker]), 1, wire=wire) as trainer:
         tell_through(trainer, lie)
-        before = weights_of(served)
-        policy.step(0)
-        with pytest.raises(RoundAbortedError, match=message):
-            trainer.send_weights()
-        require_untouched(worker, served, before, 0)
-        assert trainer.send_weights().num_verified == 1
-        assert weights_of(served) == weights_of(policy)
+        require_refused(trainer, worker, served, policy, version=0, match=message)
 
 
 @pytest.mark.parametrize("wire", EVERY_WIRE)

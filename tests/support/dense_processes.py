@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from deltacast.engines.control import Deadline
 from deltacast.engines.dense_nccl import DenseReceiver, DenseSender
 from deltacast.engines.group import PayloadGroup
+from engine_processes import answer_commands
 from tensor_bytes import element_bytes
 
 UNTOUCHED: Final = 0xA5
@@ -104,15 +104,7 @@ def serve_receiver(pipe: Connection, rank: int, world_size: int, device: str) ->
     faulthandler.enable()
     torch.set_num_threads(1)
     process = ReceiverProcess(pipe, rank, world_size, device)
-    while True:
-        try:
-            command, *arguments = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        try:
-            pipe.send(("ok", getattr(process, command)(*arguments)))
-        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
-            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    answer_commands(pipe, lambda command, *arguments: getattr(process, command)(*arguments))
     process.group.close()
 
 

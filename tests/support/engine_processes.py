@@ -10,12 +10,12 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ REPLY_S = 30.0
 TRAINER_DIES_AT = (
     "idle", "proposed", "all ready", "sending", "sent", "all voted", "one told", "all told", "settled"
 )  # fmt: skip
+Die: TypeAlias = tuple[str, int, signal.Signals]
+"""The step, the round, and how."""
+NEVER: Final[Die] = ("", 0, signal.SIGKILL)
 DIE_AT = ("ready", "payload", "received", "written", "voted", "decided", "acked")
 
 
@@ -108,7 +111,7 @@ class DyingWorker(SparseNcclWorker):
 class DyingTrainer(SparseNcclTrainer):
     """Kill (or freeze) the own process at one of `TRAINER_DIES_AT` in round `at_round`."""
 
-    die: tuple[str, int, signal.Signals] = ("", 0, signal.SIGKILL)
+    die: Die = NEVER
 
     def _maybe_die(self, step: str) -> None:
         wanted, at_round, how = self.die
@@ -174,7 +177,7 @@ class NoClient:
 def train(
     pipe: Connection,
     info: TrainerInitInfo,
-    die: tuple[str, int, signal.Signals],
+    die: Die,
     store: str = "",
     durability: Durability = "after_commit",
 ) -> None:
@@ -199,25 +202,30 @@ def train(
     trainer.shutdown()
 
 
-def serve(pipe: Connection, seed: int, die: tuple[str, int, signal.Signals] | None, device: str) -> None:
+def serve(pipe: Connection, seed: int, die: Die, device: str, engine: type[DyingWorker]) -> None:
     """Run one worker, answering commands until the pipe closes."""
     faulthandler.enable()
     torch.set_num_threads(1)
     module = Policy(seed).to(device)
-    worker = DyingWorker(module, device, *die) if die else SparseNcclWorker(ModuleSource(module), device=device)
-    while True:
-        try:
-            command, *arguments = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        try:
-            pipe.send(("ok", _answer(worker, module, command, arguments)))
-        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
-            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    worker = engine(module, device, *die)
+    answer_commands(pipe, lambda command, *arguments: _answer(worker, module, command, arguments))
     worker.shutdown()
 
 
-def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: list[Any]) -> object:
+def answer_commands(pipe: Connection, answer: Callable[..., object]) -> None:
+    """Answer commands until the pipe closes; what is raised is the answer too."""
+    while True:
+        try:
+            command = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            pipe.send(("ok", answer(*command)))
+        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
+            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+
+
+def _answer(worker: SparseNcclWorker, module: Policy, command: str, arguments: Sequence[Any]) -> object:
     if command == "init":
         worker.init_transfer_engine(arguments[0])
         return worker.status
@@ -308,8 +316,15 @@ class EngineProcess:
 class WorkerProcess(EngineProcess):
     """A worker."""
 
-    def __init__(self, seed: int, die: tuple[str, int, signal.Signals] | None = None, device: str = "cpu") -> None:
-        super().__init__(serve, seed, die, device)
+    engine: ClassVar[type[DyingWorker]] = DyingWorker
+
+    def __init__(self, seed: int, die: Die | None = None, device: str = "cpu") -> None:
+        super().__init__(serve, seed, die or NEVER, device, self.engine)
+
+    @staticmethod
+    def gpu(number: int) -> int:
+        """Return the GPU of the worker of this number; the trainer's is 0."""
+        return number + 1
 
 
 class TrainerProcess(EngineProcess):
@@ -357,17 +372,17 @@ class PipeClient:
 
 @contextmanager
 def worker_processes(
-    *seeds: int, die: dict[int, tuple[str, int, signal.Signals]] | None = None, device: str = "cpu"
+    *seeds: int, die: dict[int, Die] | None = None, device: str = "cpu", process: type[WorkerProcess] = WorkerProcess
 ) -> Iterator[PipeClient]:
     """Start workers with these model seeds; `die` tells which of them dies where. None is left afterwards.
 
-    With device `cuda` the workers take GPUs 1 and up.
+    With device `cuda` each takes the GPU that its process says.
     """
     workers: list[WorkerProcess] = []
     try:
         for number, seed in enumerate(seeds):
-            place = device if device == "cpu" else f"{device}:{number + 1}"
-            workers.append(WorkerProcess(seed, (die or {}).get(number), place))
+            place = device if device == "cpu" else f"{device}:{process.gpu(number)}"
+            workers.append(process(seed, (die or {}).get(number), place))
         yield PipeClient(workers)
     finally:
         for worker in workers:

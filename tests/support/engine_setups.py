@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import pytest
+
+from deltacast.delta.errors import RoundAbortedError
 from deltacast.delta.module_source import ModuleSource
-from deltacast.engines.base import Client, TrainerInitInfo, WorkerInitInfo
+from deltacast.engines.base import Client, ServingStatus, TrainerInitInfo, WorkerInitInfo
 from deltacast.engines.clients import InProcessClient
+from deltacast.engines.report import RoundReport
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
-from engine_processes import Policy
+from deltacast.engines.trainer import RoundTrainer
+from deltacast.engines.worker import RoundWorker
+from engine_processes import PipeClient, Policy, WorkerError, weights_of
+
+AnyTrainer = TypeVar("AnyTrainer", bound=RoundTrainer)
+AnyWorker = TypeVar("AnyWorker", bound=RoundWorker)
 
 RUN = "run"
 WIRES = ("raw", "coded")
@@ -31,24 +41,91 @@ def info(num_workers: int, **options: Any) -> TrainerInitInfo:
 
 
 @contextmanager
-def trainer_of(policy: Policy, client: Client, num_workers: int, **options: Any) -> Iterator[SparseNcclTrainer]:
+def running(
+    engine: type[AnyTrainer], policy: Policy, client: Client, num_workers: int, **options: Any
+) -> Iterator[AnyTrainer]:
     """Make a trainer that has admitted its workers; it is shut down afterwards."""
-    trainer = SparseNcclTrainer.trainer_init(info(num_workers, **options), ModuleSource(policy), client)
+    trainer = engine.trainer_init(info(num_workers, **options), ModuleSource(policy), client)
     try:
         yield trainer
     finally:
         trainer.shutdown()
 
 
+def trainer_of(
+    policy: Policy, client: Client, num_workers: int, **options: Any
+) -> AbstractContextManager[SparseNcclTrainer]:
+    """Make a trainer of the usual engine; as `running`."""
+    return running(SparseNcclTrainer, policy, client, num_workers, **options)
+
+
 @contextmanager
-def in_process(*policies: Policy, device: str = "cpu") -> Iterator[tuple[list[SparseNcclWorker], InProcessClient]]:
+def serving(
+    engine: type[AnyWorker], *policies: Policy, device: str = "cpu"
+) -> Iterator[tuple[list[AnyWorker], InProcessClient]]:
     """Make worker engines in this process, where the policies are, and a client of theirs; shut down afterwards."""
-    workers = [SparseNcclWorker(ModuleSource(policy), device=device) for policy in policies]
+    workers = [engine(ModuleSource(policy), device=device) for policy in policies]
     try:
         yield workers, InProcessClient(workers)
     finally:
         for worker in workers:
             worker.shutdown()
+
+
+def in_process(
+    *policies: Policy, device: str = "cpu"
+) -> AbstractContextManager[tuple[list[SparseNcclWorker], InProcessClient]]:
+    """Make workers of the usual engine; as `serving`."""
+    return serving(SparseNcclWorker, *policies, device=device)
+
+
+def run_generation(trainer: RoundTrainer, worker: RoundWorker, policy: Policy, number: int) -> None:
+    """Form a group, and publish through it to both workers, or every fifth time be refused by one."""
+    trainer._workers.drop_group()
+    worker._undo_budget_bytes = 0 if number % 5 == 0 else None
+    policy.step(number, share=0.2)
+    if number % 5:
+        assert trainer.send_weights().num_verified == 2
+    else:
+        with pytest.raises(RoundAbortedError):
+            trainer.send_weights()
+
+
+def freeze_and_thaw(client: PipeClient, trainer: RoundTrainer, policy: Policy, step: str) -> RoundReport:
+    """Go on without a second worker that froze at `step` of round 1, thaw it, and have it come again.
+
+    Frozen, it is named; thawed, it is at one whole version and says so. Returns the report of the round it came to.
+    """
+    client.reports()
+    before = weights_of(policy)
+    survivor, frozen = client.workers
+    policy.step(0)
+    if step == "voted":  # its verdict arrived: the round commits and the silent worker is dropped
+        assert f":{frozen.pid}" in trainer.send_weights().evicted[0]
+    else:
+        with pytest.raises(RoundAbortedError, match=f":{frozen.pid}"):
+            trainer.send_weights()
+    survivor.reply()
+    first = weights_of(policy)
+    client.workers.remove(frozen)
+    policy.step(1)
+    assert trainer.send_weights().num_verified == 1
+    survivor.reply()
+    frozen.signal(signal.SIGCONT)
+    with pytest.raises(WorkerError):
+        frozen.reply()
+    status = frozen.ask("status")
+    assert (status.status, status.version) == (ServingStatus.STALE, 1 if step == "voted" else 0)
+    assert frozen.ask("weights") == (first if step == "voted" else before)
+    frozen.tell("init", trainer.worker_init_info)
+    wait_for_connection(trainer)
+    policy.step(2)
+    report = trainer.send_weights()
+    assert report.num_verified == 2
+    assert frozen.reply().version == report.target_version
+    assert frozen.ask("weights") == weights_of(policy)
+    frozen.stop()
+    return report
 
 
 class TolerantClient(InProcessClient):
@@ -65,7 +142,7 @@ class TolerantClient(InProcessClient):
             self.errors.append(err)
 
 
-def wait_for_connection(trainer: SparseNcclTrainer) -> None:
+def wait_for_connection(trainer: RoundTrainer) -> None:
     """Block until a worker knocks at the control port."""
     assert select.select([trainer._workers._listener._sock], [], [], 30)[0]
 

@@ -9,13 +9,9 @@ import faulthandler
 import hmac
 import mmap
 import os
-import select
-import signal
 import socket
 import struct
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,35 +19,30 @@ from typing import Any
 
 import torch
 
-import engine_processes
-from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import Client
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import Transport
 from deltacast.engines.ipc import IpcTrainer, IpcWorker
 from deltacast.engines.shared_group import SharedGroup, SharedRendezvous
-from engine_processes import DyingWorker, EngineProcess, PipeClient, Policy, WorkerProcess
-from engine_setups import info
+from engine_processes import DyingWorker, Policy, WorkerProcess, answer_commands, worker_processes
+from engine_setups import running
 
 TIMEOUT_S = 20.0
-Die = tuple[str, int, signal.Signals]
 
 
 class DyingIpcWorker(IpcWorker, DyingWorker):
     """See `DyingWorker`."""
 
 
-def serve_ipc(pipe: Connection, seed: int, die: Die | None, device: str) -> None:
-    """Run one worker of engine ipc; as `engine_processes.serve`."""
-    engine_processes.__dict__.update(DyingWorker=DyingIpcWorker, SparseNcclWorker=IpcWorker)
-    engine_processes.serve(pipe, seed, die, device)
-
-
 class IpcWorkerProcess(WorkerProcess):
     """A worker."""
 
-    def __init__(self, seed: int, die: Die | None = None, device: str = "cpu") -> None:
-        EngineProcess.__init__(self, serve_ipc, seed, die, device)
+    engine = DyingIpcWorker
+
+    @staticmethod
+    def gpu(number: int) -> int:
+        """See `WorkerProcess`: from the last one on, so that it is the trainer's too if there is no other."""
+        return (-1 - number) % torch.cuda.device_count()
 
 
 class SmallSlabs(IpcTrainer):
@@ -60,38 +51,14 @@ class SmallSlabs(IpcTrainer):
     transport = Transport(SharedGroup, partial(SharedRendezvous, slab_bytes=256, num_slabs=2))
 
 
-@contextmanager
-def ipc_workers(*seeds: int, die: dict[int, Die] | None = None, device: str = "cpu") -> Iterator[PipeClient]:
-    """Start workers; `die` tells which of them dies where. None is left afterwards.
-
-    With device `cuda` they take the GPUs there are, from the last one on: the trainer's too if it is the only one.
-    """
-    workers: list[WorkerProcess] = []
-    try:
-        for number, seed in enumerate(seeds):
-            place = device if device == "cpu" else f"cuda:{(-1 - number) % torch.cuda.device_count()}"
-            workers.append(IpcWorkerProcess(seed, (die or {}).get(number), place))
-        yield PipeClient(workers)
-    finally:
-        for worker in workers:
-            worker.stop()
+ipc_workers = partial(worker_processes, process=IpcWorkerProcess)
 
 
-@contextmanager
 def ipc_trainer(
     policy: Policy, client: Client, num_workers: int, engine: type[IpcTrainer] = SmallSlabs, **options: Any
-) -> Iterator[IpcTrainer]:
+) -> AbstractContextManager[IpcTrainer]:
     """Make a trainer that has admitted its workers; it is shut down afterwards."""
-    trainer = engine.trainer_init(info(num_workers, **options), ModuleSource(policy), client)
-    try:
-        yield trainer
-    finally:
-        trainer.shutdown()
-
-
-def wait_for_knock(trainer: IpcTrainer) -> None:
-    """Block until a worker knocks at the control port."""
-    assert select.select([trainer._workers._listener._sock], [], [], TIMEOUT_S)[0]
+    return running(engine, policy, client, num_workers, **options)
 
 
 def shared_group(rank: int, world_size: int, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> SharedGroup:
@@ -181,15 +148,7 @@ def serve_member(pipe: Connection, rank: int, world_size: int, device: str) -> N
     faulthandler.enable()
     torch.set_num_threads(1)
     member = MemberProcess(rank, world_size, device)
-    while True:
-        try:
-            command, *arguments = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        try:
-            pipe.send(("ok", getattr(member, command)(*arguments)))
-        except Exception as err:  # noqa: BLE001 - a process's boundary: the test sees it
-            pipe.send(("error", type(err).__name__, str(err), traceback.format_exc()))
+    answer_commands(pipe, lambda command, *arguments: getattr(member, command)(*arguments))
     member.group.close()
 
 
