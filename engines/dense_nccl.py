@@ -24,7 +24,7 @@ from deltacast.delta.overlap import overlaps_itself
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
 
-__all__ = ["DenseReceiver", "DenseSender", "Piece", "slab_cuts"]
+__all__ = ["DenseReceiver", "DenseSender", "Piece", "filled_bytes", "slab_cuts"]
 
 _ALIGN: Final = 16  # what the widest vector loads of copy kernels need; torch's own allocations have it
 _BATCHED_BYTES: Final = 1 << 20  # at a GPU's TB/s, copying less takes less time than launching it: share launches
@@ -75,6 +75,11 @@ def slab_cuts(sizes: Sequence[int], slab_bytes: int) -> list[list[Piece]]:
             start += num_bytes
         begin += -(-size // _ALIGN) * _ALIGN
     return slabs
+
+
+def filled_bytes(pieces: Sequence[Piece]) -> int:
+    """Return how much of a slab these pieces of it fill, from its start on."""
+    return pieces[-1].offset + pieces[-1].num_bytes
 
 
 class _DenseEnd:
@@ -227,7 +232,7 @@ class _Slab:
         if self._wire is not None:
             self._wire.wait_stream(torch.cuda.current_stream(self._group.device))
         with self._on_wire():
-            self._group.post([self._bytes[: pieces[-1].offset + pieces[-1].num_bytes]], deadline)
+            self._group.post([self._bytes[: filled_bytes(pieces)]], deadline)
 
     def wait(self, deadline: Deadline) -> None:
         """Block until this slab's broadcast, if there was one, is through."""

@@ -25,7 +25,7 @@ import torch
 from deltacast.delta.errors import InputError, ProtocolError, TransportError
 from deltacast.engines.control import Deadline
 from deltacast.engines.cuda_memory import CudaMemory
-from deltacast.engines.dense_nccl import Piece, slab_cuts
+from deltacast.engines.dense_nccl import Piece, filled_bytes, slab_cuts
 from deltacast.engines.group import PayloadGroup, Transport, flat_bytes
 from deltacast.engines.local_sockets import Door, Peer, Visitor, readable
 from deltacast.engines.shared_memory import HostMemory, SharedMemory
@@ -181,12 +181,12 @@ class SharedGroup(PayloadGroup):
             self._memory.put(self._place(piece), rows[piece.tensor][piece.start : piece.end])
         self._memory.settle()
         for peer in self._peers:
-            peer.send(_FULL.pack(self._num_full, _filled_bytes(pieces)), deadline)
+            peer.send(_FULL.pack(self._num_full, filled_bytes(pieces)), deadline)
 
     def _empty(self, rows: Sequence[torch.Tensor], pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Copy pieces out of the next slab, once it is full, and say so."""
         assert self._memory is not None
-        expected, found = _FULL.pack(self._num_full, _filled_bytes(pieces)), self._peers[0].receive(deadline)
+        expected, found = _FULL.pack(self._num_full, filled_bytes(pieces)), self._peers[0].receive(deadline)
         if found != expected:
             raise ProtocolError("another slab than was to come", expected=expected.hex(), found=found.hex())
         for piece in pieces:
@@ -273,7 +273,3 @@ class SharedGroup(PayloadGroup):
 
 SHARED_MEMORY: Final = Transport(SharedGroup, SharedRendezvous)
 """Memory of the trainer's host, or of its GPU."""
-
-
-def _filled_bytes(pieces: Sequence[Piece]) -> int:
-    return pieces[-1].offset + pieces[-1].num_bytes
