@@ -137,10 +137,11 @@ def num_mappings() -> int:
 
 
 def num_unix_sockets() -> int:
-    """How many unix sockets of messages this process has."""
+    """How many unix sockets of messages this process has, besides the one that the CUDA driver keeps for itself."""
     ours = {str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return sum(row[4] == "0005" and f"socket:[{row[6]}]" in ours for row in rows)
+    mine = [row for row in rows if row[4] == "0005" and f"socket:[{row[6]}]" in ours]
+    return sum(not row[-1].startswith("@cuda") for row in mine)
 
 
 def serve_member(pipe: Connection, rank: int, world_size: int, device: str) -> None:
