@@ -34,10 +34,12 @@ from deltacast.engines.shared_group import SharedGroup, SharedRendezvous
 from dense_processes import group_of
 from engine_processes import DIE_AT, EngineProcess, Policy, WorkerError, weights_of
 from engine_setups import (
+    DEVICES,
     EVERY_WIRE,
     SEED_WIRES,
     freeze_and_thaw,
     num_descriptors,
+    policy_on,
     run_generation,
     serving,
     wait_for_connection,
@@ -54,17 +56,12 @@ from ipc_processes import (
 )
 
 pytestmark = pytest.mark.timeout(120)
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ANYBODY = 65534  # "nobody", on every Linux
 
 
 def placed(device: str) -> dict[str, Any]:
     """Options of a trainer on the CPU, or on GPU 0."""
     return {} if device == "cpu" else {"device": "cuda:0", "placement": "cuda"}
-
-
-def policy_on(device: str) -> Policy:
-    return Policy(0).to(device if device == "cpu" else "cuda:0")
 
 
 # Rounds.

@@ -18,7 +18,17 @@ from deltacast.engines.control import Deadline
 from deltacast.engines.report import RoundReport
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import Policy, WorkerError, WorkerProcess, weights_of, worker_processes
-from engine_setups import EVERY_WIRE, SEED_WIRES, TolerantClient, in_process, info, trainer_of
+from engine_setups import (
+    DEVICES,
+    EVERY_WIRE,
+    SEED_WIRES,
+    TolerantClient,
+    in_process,
+    info,
+    placed,
+    policy_on,
+    trainer_of,
+)
 from failing_backend import FullDisk, Gate, nothing
 from stored_runs import failing_store, reopened
 
@@ -75,19 +85,16 @@ def policy_at(*steps: int) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@DEVICES
 @pytest.mark.parametrize("wire", EVERY_WIRE)
 def test_a_worker_killed_and_restarted_from_an_old_checkpoint_is_sent_what_changed_since(
     wire: str, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It knows neither run nor version: its bits say which they are. Far fewer bytes than the weights are sent."""
-    on_gpu = {"device": "cuda:0", "placement": "cuda"} if device == "cuda" else {}
-    if on_gpu and torch.cuda.device_count() < 3:
-        pytest.skip("needs 3 GPUs")
-    policy = Policy(0).to(on_gpu.get("device", "cpu"))
+    policy, options = policy_on(device), placed(device, 2)
     with (
         worker_processes(0, 0, device=device) as client,
-        trainer_of(policy, client, 2, wire=wire, **on_gpu) as trainer,
+        trainer_of(policy, client, 2, wire=wire, **options) as trainer,
     ):
         client.reports()
         survivor, killed = client.workers

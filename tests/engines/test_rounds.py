@@ -26,11 +26,15 @@ from deltacast.engines.registry import trainer_engine, worker_engine
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import DIE_AT, PipeClient, Policy, WorkerProcess, weights_of, worker_processes
 from engine_setups import (
+    DEVICES,
     EVERY_WIRE,
     freeze_and_thaw,
     in_process,
     info,
     num_descriptors,
+    num_workers_on,
+    placed,
+    policy_on,
     raised,
     trainer_of,
     wait_for_connection,
@@ -38,23 +42,9 @@ from engine_setups import (
 
 pytestmark = pytest.mark.timeout(120)
 SECRET = "5e" * 32
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def policy_on(device: str) -> Policy:
-    return Policy(0).to("cpu" if device == "cpu" else "cuda:0")
-
-
-def placed(device: str, num_workers: int) -> dict[str, object]:
-    """Options of a trainer on GPU 0 with its workers on the GPUs after it; skips where there are too few."""
-    if device == "cpu":
-        return {}
-    if torch.cuda.device_count() <= num_workers:
-        pytest.skip(f"needs {num_workers + 1} GPUs")
-    return {"device": "cuda:0", "placement": "cuda"}
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("wire", EVERY_WIRE)
 def test_workers_hold_the_trainers_bytes_after_every_round(wire: str, num_workers: int, device: str) -> None:
@@ -85,13 +75,17 @@ def test_a_worker_with_other_weights_is_seeded() -> None:
         assert client.workers[1].ask("weights") == weights_of(policy)
 
 
+@DEVICES
 @pytest.mark.parametrize("step", DIE_AT)
 @pytest.mark.parametrize("wire", EVERY_WIRE)
-def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(wire: str, step: str) -> None:
+def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(wire: str, step: str, device: str) -> None:
     """The survivor is wholly at one version, audited; the trainer goes on with a new group and no restart."""
-    policy = Policy(0)
+    policy, options = policy_on(device), placed(device, 2)
     die = {1: (step, 2, signal.SIGKILL)}
-    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, wire=wire) as trainer:
+    with (
+        worker_processes(0, 0, die=die, device=device) as client,
+        trainer_of(policy, client, 2, wire=wire, **options) as trainer,
+    ):
         client.reports()
         survivor, victim = client.workers
         policy.step(0)
@@ -122,13 +116,19 @@ def test_a_worker_killed_at_any_step_is_named_and_the_next_round_succeeds(wire: 
         assert survivor.ask("weights") == weights_of(policy)
 
 
+@DEVICES
 @pytest.mark.parametrize("step", ["ready", "payload", "voted"])
 @pytest.mark.parametrize("wire", EVERY_WIRE)
-def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_missed(wire: str, step: str) -> None:
+def test_a_frozen_worker_is_named_within_the_timeout_and_never_serves_what_it_missed(
+    wire: str, step: str, device: str
+) -> None:
     """SIGSTOP past every timeout: the round aborts, the others go on; thawed, it is at its old version and says so."""
-    policy = Policy(0)
-    die, options = {1: (step, 1, signal.SIGSTOP)}, {"wire": wire, "timeout_s": 2.0}
-    with worker_processes(0, 0, die=die) as client, trainer_of(policy, client, 2, **options) as trainer:
+    policy = policy_on(device)
+    die, options = {1: (step, 1, signal.SIGSTOP)}, {"wire": wire, "timeout_s": 2.0, **placed(device, 2)}
+    with (
+        worker_processes(0, 0, die=die, device=device) as client,
+        trainer_of(policy, client, 2, **options) as trainer,
+    ):
         report = freeze_and_thaw(client, trainer, policy, step)
         assert [": replay (" in said for said in report.seeded] == [True]
 
@@ -154,11 +154,11 @@ def test_a_late_joiner_is_admitted_between_rounds() -> None:
             joiner.stop()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("place", [0, 11, 1000])
 def test_a_bit_flipped_in_a_workers_memory_is_found_named_and_repaired(place: int, device: str) -> None:
     """Audits rescan everything each round here; the flip may or may not lie where the update writes."""
-    num_workers = 2 if device == "cpu" else 1
+    num_workers = num_workers_on(device)
     policy, options = policy_on(device), placed(device, num_workers)
     with (
         worker_processes(*[0] * num_workers, device=device) as client,
@@ -189,7 +189,7 @@ def test_the_trainer_going_away_leaves_workers_at_their_version_and_stale() -> N
         assert status.last_error
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("step", DIE_AT)
 def test_the_only_worker_killed_leaves_the_trainer_able_to_go_on_with_a_new_one(step: str, device: str) -> None:
     """It raises, or reports the eviction, within its timeout; a new worker is seeded and the next round holds."""

@@ -22,13 +22,23 @@ from engine_processes import (
     weights_of,
     worker_processes,
 )
-from engine_setups import EVERY_WIRE, TolerantClient, in_process, info, trainer_of
+from engine_setups import (
+    DEVICES,
+    EVERY_WIRE,
+    TolerantClient,
+    in_process,
+    info,
+    num_workers_on,
+    placed,
+    policy_on,
+    trainer_of,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def policy_at(*steps: int) -> Policy:
-    policy = Policy(0)
+def policy_at(*steps: int, device: str = "cpu") -> Policy:
+    policy = policy_on(device)
     for step in steps:
         policy.step(step)
     return policy
@@ -45,12 +55,17 @@ def start(client: PipeClient, trainer: TrainerProcess) -> None:
     client.reports()
 
 
+@DEVICES
 @pytest.mark.parametrize("step", TRAINER_DIES_AT)
 @pytest.mark.parametrize("wire", EVERY_WIRE)
-def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on(wire: Wire, step: str) -> None:
-    """Two survivors: stale, each wholly at the version it says, audited; then admitted by an heir of the run."""
-    trainer = TrainerProcess(info(2, wire=wire), step, 2, signal.SIGKILL)
-    with worker_processes(0, 0) as client:
+def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on(
+    wire: Wire, step: str, device: str
+) -> None:
+    """The survivors: stale, each wholly at the version it says, audited; then admitted by an heir of the run."""
+    num = num_workers_on(device)
+    options = {"wire": wire, **placed(device, num)}
+    trainer = TrainerProcess(info(num, **options), step, 2, signal.SIGKILL)
+    with worker_processes(*[0] * num, device=device) as client:
         try:
             start(client, trainer)
             client.update_weights({"call": 2})
@@ -63,31 +78,33 @@ def test_a_trainer_killed_at_any_step_leaves_workers_whole_and_a_new_one_goes_on
             with pytest.raises(WorkerError, match="the connection"):
                 worker.reply()
         statuses = [worker.ask("status") for worker in client.workers]
-        newest = {"one told": [1, 2], "all told": [2, 2], "settled": [2, 2]}.get(step, [1, 1])
+        newest = {"one told": [1, 2], "all told": [2, 2], "settled": [2, 2]}.get(step, [1, 1])[-num:]
         assert sorted(status.version for status in statuses) == newest
         for worker, status in zip(client.workers, statuses, strict=True):
             assert status.status is ServingStatus.STALE
             assert worker.ask("weights") == weights[status.version]
             assert worker.ask("audit") == []
-        heir = policy_at(1, 2) if newest[-1] == 2 else policy_at(1)
-        with trainer_of(heir, client, 2, epoch=1, version=newest[-1], wire=wire) as successor:
-            assert [worker.reply().status for worker in client.workers] == [ServingStatus.SERVING] * 2
+        heir = policy_at(*range(1, newest[-1] + 1), device=device)
+        with trainer_of(heir, client, num, epoch=1, version=newest[-1], **options) as successor:
+            assert [worker.reply().status for worker in client.workers] == [ServingStatus.SERVING] * num
             heir.step(3)
             report = successor.send_weights()
             version = 2 if step == "idle" else 3  # a number that was named once means nothing else
-            assert (report.num_verified, report.target_version) == (2, version)
-            assert [worker.reply().version for worker in client.workers] == [version] * 2
-            assert [worker.ask("weights") for worker in client.workers] == [weights_of(heir)] * 2
+            assert (report.num_verified, report.target_version) == (num, version)
+            assert [worker.reply().version for worker in client.workers] == [version] * num
+            assert [worker.ask("weights") for worker in client.workers] == [weights_of(heir)] * num
 
 
 @pytest.mark.parametrize(
     ("step", "num_workers"),
     [("proposed", 2), ("sending", 2), ("sent", 1), ("sent", 2), ("all voted", 1), ("all voted", 2)],
 )
-def test_a_trainer_frozen_past_every_timeout_raises_when_it_thaws(step: str, num_workers: int) -> None:
+@DEVICES
+def test_a_trainer_frozen_past_every_timeout_raises_when_it_thaws(step: str, num_workers: int, device: str) -> None:
     """Its workers have given up by then: it must not commit on verdicts that it hears too late."""
-    trainer = TrainerProcess(info(num_workers, timeout_s=1.0, decision_timeout_s=1.0), step, 2, signal.SIGSTOP)
-    with worker_processes(*[0] * num_workers) as client:
+    options = {"timeout_s": 1.0, "decision_timeout_s": 1.0, **placed(device, num_workers)}
+    trainer = TrainerProcess(info(num_workers, **options), step, 2, signal.SIGSTOP)
+    with worker_processes(*[0] * num_workers, device=device) as client:
         try:
             start(client, trainer)
             client.update_weights({"call": 2})

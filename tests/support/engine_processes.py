@@ -187,7 +187,7 @@ def train(
     if store:
         info = replace(info, store=VersionStore.open(store), durability=durability)
     DyingTrainer.die = die
-    policy, client = Policy(0), NoClient()
+    policy, client = Policy(0).to(info.device), NoClient()
     client.init_transfer_engine = pipe.send  # type: ignore[assignment, method-assign]
     trainer = DyingTrainer.trainer_init(info, ModuleSource(policy), client)
     pipe.send("admitted")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pytest
+import torch
 
 from deltacast.delta.errors import RoundAbortedError
 from deltacast.delta.module_source import ModuleSource
@@ -34,6 +35,26 @@ WIRES = ("raw", "coded")
 EVERY_WIRE = ("container", *WIRES)
 SEED_WIRES = ("container", "dense")
 """Of seeds and repairs; on the CPU `auto` takes the first."""
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def policy_on(device: str, seed: int = 0) -> Policy:
+    """Make the trainer's policy, on the CPU or on GPU 0."""
+    return Policy(seed).to("cpu" if device == "cpu" else "cuda:0")
+
+
+def placed(device: str, num_workers: int) -> dict[str, Any]:
+    """Options of a trainer on GPU 0 with its workers on the GPUs after it; skips where there are too few."""
+    if device == "cpu":
+        return {}
+    if torch.cuda.device_count() <= num_workers:
+        pytest.skip(f"needs {num_workers + 1} GPUs")
+    return {"device": "cuda:0", "placement": "cuda"}
+
+
+def num_workers_on(device: str) -> int:
+    """Two workers, or the one for which two GPUs have room."""
+    return 2 if device == "cpu" or torch.cuda.device_count() > 2 else 1
 
 
 def info(num_workers: int, **options: Any) -> TrainerInitInfo:
