@@ -9,6 +9,7 @@ Another `Transport` brings a group of its own: `shared_group.py`, for workers on
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +31,13 @@ from torch._C._distributed_c10d import (
 )
 
 from deltacast.delta.errors import ProtocolError, TransportError
-from deltacast.engines.control import Deadline
+from deltacast.engines.control import Deadline, Task
 from deltacast.engines.opening import ANY_PORT, listening_socket
 from deltacast.engines.pace import LinkMeter, Pace
 
 __all__ = ["COLLECTIVES", "MeetingPlace", "PayloadGroup", "Rendezvous", "Transport", "flat_bytes"]
 
+_LOG: Final = logging.getLogger(__name__)
 _PIECE_BYTES: Final = 64 << 20
 _LEAST_TIMEOUT_S: Final = 0.01  # Gloo reads 0 ms as: wait for ever
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -247,13 +249,18 @@ class PayloadGroup:
     def abort(self) -> None:
         """Make running collectives fail, here and on peers that wait for this rank; unusable afterwards.
 
-        NCCL's communicator is aborted. Gloo has no abort that unblocks: closing our connections is what wakes
-        the others, and our own wait ends with its deadline at the latest.
+        NCCL's communicator is aborted: that waits for peers on this host, so that one that is frozen would hold this
+        rank as well; after the group's timeout it is left to end when it can. Gloo has no abort that unblocks: closing
+        our connections is what wakes the others, and our own wait ends with its deadline at the latest.
         """
         self._aborted = True
         backend, self._backend = self._backend, None
-        if backend is not None and self.device.type == "cuda":
-            backend.abort()
+        if (
+            backend is not None
+            and self.device.type == "cuda"
+            and not Task("abort", backend.abort).join(self._timeout_s)
+        ):
+            _LOG.warning("deltacast: NCCL's abort waits for a peer; rank %d goes on without it", self.rank)
 
     close = abort
 
