@@ -9,7 +9,6 @@ Another `Transport` brings a group of its own: `shared_group.py`, for workers on
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +30,18 @@ from torch._C._distributed_c10d import (
 )
 
 from deltacast.delta.errors import ProtocolError, TransportError
-from deltacast.engines.control import Deadline, Task
+from deltacast.engines.control import Deadline
 from deltacast.engines.opening import ANY_PORT, listening_socket
 from deltacast.engines.pace import LinkMeter, Pace
 
 __all__ = ["COLLECTIVES", "MeetingPlace", "PayloadGroup", "Rendezvous", "Transport", "flat_bytes"]
 
-_LOG: Final = logging.getLogger(__name__)
 _PIECE_BYTES: Final = 64 << 20
 _LEAST_TIMEOUT_S: Final = 0.01  # Gloo reads 0 ms as: wait for ever
-_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WATCHDOG_ONLY_LOGS: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else it ends the process
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it asks the rendezvous, whose host may be frozen, and so does our `abort`
+}
 _WATCHDOG_FACTOR: Final = 10  # our abort must come before torch's watchdog, which would end the process
 
 
@@ -249,18 +250,13 @@ class PayloadGroup:
     def abort(self) -> None:
         """Make running collectives fail, here and on peers that wait for this rank; unusable afterwards.
 
-        NCCL's communicator is aborted: that waits for peers on this host, so that one that is frozen would hold this
-        rank as well; after the group's timeout it is left to end when it can. Gloo has no abort that unblocks: closing
-        our connections is what wakes the others, and our own wait ends with its deadline at the latest.
+        NCCL's communicator is aborted. Gloo has no abort that unblocks: closing our connections is what wakes
+        the others, and our own wait ends with its deadline at the latest.
         """
         self._aborted = True
         backend, self._backend = self._backend, None
-        if (
-            backend is not None
-            and self.device.type == "cuda"
-            and not Task("abort", backend.abort).join(self._timeout_s)
-        ):
-            _LOG.warning("deltacast: NCCL's abort waits for a peer; rank %d goes on without it", self.rank)
+        if backend is not None and self.device.type == "cuda":
+            backend.abort()
 
     close = abort
 
@@ -328,19 +324,20 @@ COLLECTIVES: Final = Transport(PayloadGroup, Rendezvous)
 
 @contextmanager
 def _watchdog_that_only_logs() -> Iterator[None]:
-    """Make groups whose watchdog does not end this process when a peer is gone: our own deadlines deal with that.
+    """Make groups whose watchdog leaves it to our own deadlines to deal with a peer that is gone or frozen.
 
-    torch reads the variable when it makes a group, and has no option for it.
+    torch reads these variables when it makes a group, and has no options for them.
     """
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
+    before = {name: os.environ.get(name) for name in _WATCHDOG_ONLY_LOGS}
+    os.environ |= _WATCHDOG_ONLY_LOGS
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
