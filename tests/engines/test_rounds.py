@@ -24,7 +24,7 @@ from deltacast.engines.base import ServingStatus, WorkerInitInfo
 from deltacast.engines.clients import InProcessClient
 from deltacast.engines.registry import trainer_engine, worker_engine
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
-from engine_processes import DIE_AT, PipeClient, Policy, WorkerProcess, weights_of, worker_processes
+from engine_processes import DIE_AT, PipeClient, Policy, WorkerError, WorkerProcess, weights_of, worker_processes
 from engine_setups import (
     DEVICES,
     EVERY_WIRE,
@@ -217,6 +217,35 @@ def test_the_only_worker_killed_leaves_the_trainer_able_to_go_on_with_a_new_one(
         assert "seed" in report.seeded[0]
         assert newcomer.reply().version == report.target_version
         assert newcomer.ask("weights") == weights_of(policy)
+
+
+@DEVICES
+@pytest.mark.parametrize("step", ["ready", "payload", "received", "written", "voted"])
+def test_the_only_worker_frozen_is_dropped_in_time_and_thaws_at_one_whole_version(step: str, device: str) -> None:
+    """What it holds then is audited, under its label."""
+    policy, die = policy_on(device), {0: (step, 1, signal.SIGSTOP)}
+    options = {"timeout_s": 2.0 if device == "cpu" else 5.0, **placed(device, 1)}
+    with (
+        worker_processes(0, die=die, device=device) as client,
+        trainer_of(policy, client, 1, **options) as trainer,
+    ):
+        client.reports()
+        (frozen,) = client.workers
+        weights = {0: weights_of(policy)}
+        policy.step(0)
+        weights[1] = weights_of(policy)
+        if step == "voted":
+            assert f":{frozen.pid}" in trainer.send_weights().evicted[0]
+        else:
+            with pytest.raises(RoundAbortedError, match=f":{frozen.pid}"):
+                trainer.send_weights()
+        frozen.signal(signal.SIGCONT)
+        with pytest.raises(WorkerError):
+            frozen.reply()
+        status = frozen.ask("status")
+        assert status.status is ServingStatus.STALE
+        assert frozen.ask("weights") == weights[status.version]
+        assert frozen.ask("audit") == []
 
 
 def test_an_empty_step_advances_the_version() -> None:
