@@ -57,21 +57,28 @@ class Scanner:
         same places only the last that was begun can be finished.
         """
         plan = self._plan(tuple(places))
-        return Scan(tuple(places), plan, tuple(batch.launch(self._backend) for batch in plan.batches))
+        for batch in plan.batches:
+            batch.launch(self._backend)
+        return Scan(tuple(places), plan)
 
     def finish(self, scan: Scan) -> list[int]:
         """Return the fingerprints of a scan's memories, in the order of its places. Blocks.
 
         The weights must have kept their bits since `begin`: what the host scans is read only now.
         """
-        alone = in_order(lambda place: self._memories[place].fingerprint(), scan.plan.alone, self._threads)
-        found = dict(zip(scan.plan.alone, alone, strict=True))  # while the devices work
-        for batch, arrived in zip(scan.plan.batches, scan.launched, strict=True):
-            found |= batch.read(arrived)
+        alone = scan.plan.alone
+        threads = min(self._threads, len(alone))
+        scanned = in_order(lambda place: self._memories[place].fingerprint(), alone, threads)
+        found = dict(zip(alone, scanned, strict=True))  # while the devices work
+        for batch in scan.plan.batches:
+            found |= batch.read()
         return [found[place] for place in scan.places]
 
     def prepare(self, places: Sequence[int]) -> None:
-        """Make ready for a scan of these places, so that it takes no longer than reading them."""
+        """Make ready for a scan of these places, so that it takes no longer than reading them.
+
+        Tables go to each device in the order of its current stream.
+        """
         self._plan(tuple(places))
 
     def _plan(self, places: tuple[int, ...]) -> _Plan:
@@ -117,7 +124,9 @@ class Scanner:
         groups = []
         for members in by_width:
             tensors = [self._memories[place].tensor for place in members]
-            groups.append(ParamGroup(tensors, keys=self._keys_on(tensors[0].device)))
+            group = ParamGroup(tensors, keys=self._keys_on(tensors[0].device))
+            group.upload(0, group.num_blocks)  # now: it takes page-locked memory, which may wait for every kernel
+            groups.append(group)
         return _Batch(tuple(itertools.chain.from_iterable(by_width)), groups)
 
 
@@ -129,7 +138,7 @@ class _Batch:
         groups: one per word width.
     """
 
-    __slots__ = ("_host", "_parts", "_sums", "groups", "places")
+    __slots__ = ("_arrived", "_host", "_parts", "_sums", "groups", "places")
 
     def __init__(self, places: tuple[int, ...], groups: Sequence[ParamGroup]) -> None:
         device = groups[0].device
@@ -137,23 +146,21 @@ class _Batch:
         self._sums = torch.zeros(len(places), dtype=torch.int64, device=device)
         self._parts = self._sums.split_with_sizes([group.num_params for group in groups])
         self._host = torch.zeros(len(places), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def launch(self, backend: Backend) -> torch.cuda.Event | None:
-        """Start the scan; its sums are on the host once the event has come."""
+    def launch(self, backend: Backend) -> None:
+        """Start a scan, on the device's current stream; waits for nothing."""
         self._sums.zero_()
         for group, part in zip(self.groups, self._parts, strict=True):
             audit_group(group, part, backend=backend)
         self._host.copy_(self._sums, non_blocking=True)
-        if self._sums.device.type != "cuda":
-            return None
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(self._sums.device))
-        return arrived
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(self._sums.device))
 
-    def read(self, arrived: torch.cuda.Event | None) -> dict[int, int]:
-        """Wait for a scan, and return the fingerprint of each place."""
-        if arrived is not None:
-            arrived.synchronize()
+    def read(self) -> dict[int, int]:
+        """Wait for the scan that was started last, and return the fingerprint of each place."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         return dict(zip(self.places, self._host.numpy().view(np.uint64).tolist(), strict=True))
 
 
@@ -172,9 +179,7 @@ class Scan:
     Attributes:
         places: what is scanned.
         plan: how.
-        launched: for each batch of the plan, when its sums are on the host; None: they are.
     """
 
     places: tuple[int, ...]
     plan: _Plan
-    launched: tuple[torch.cuda.Event | None, ...]

@@ -222,10 +222,11 @@ class WeightState:
 
     def _audit_places(self, places: Sequence[int], begun: Scan | None = None) -> list[Damage]:
         found = self._scanner.finish(begun or self._scanner.begin(places))
+        expected: list[int] = self.fingerprints[list(places)].tolist()
         damage = [
-            Damage(self.table.metas[i].name, int(self.fingerprints[i]), value)
-            for i, value in zip(places, found, strict=True)
-            if value != int(self.fingerprints[i])
+            Damage(self.table.metas[place].name, should, value)
+            for place, should, value in zip(places, expected, found, strict=True)
+            if value != should
         ]
         if not damage:
             self._mark_audited(places)

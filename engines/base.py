@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, Protocol, Self, TypeAlias, get_args, runtime_checkable
@@ -27,6 +28,7 @@ __all__ = [
     "AuditPolicy",
     "Client",
     "Durability",
+    "Pausing",
     "SeedWire",
     "ServingStatus",
     "TrainerEngine",
@@ -35,6 +37,7 @@ __all__ = [
     "WorkerEngine",
     "WorkerInitInfo",
     "WorkerStatus",
+    "check_audit",
 ]
 
 Wire: TypeAlias = Literal["auto", "raw", "coded", "container"]
@@ -158,7 +161,7 @@ class TrainerInitInfo:
         if self.max_send_bytes_per_s is not None and not self.max_send_bytes_per_s > 0:
             raise InputError("max_send_bytes_per_s must be positive", found=self.max_send_bytes_per_s)
         check_placement(self.placement, self.baseline_folder)
-        _check_audit(self.audit)
+        check_audit(self.audit)
         _check_secret(self.secret)
 
     @property
@@ -208,7 +211,7 @@ class WorkerInitInfo:
     idle_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_audit(self.audit)
+        check_audit(self.audit)
         _check_secret(self.secret)
         if min(self.timeout_s, self.decision_timeout_s, self.idle_timeout_s) <= 0:
             raise InputError("timeouts must be positive", found=self)
@@ -253,6 +256,23 @@ class Client(Protocol):
 
     def finish_weight_update(self) -> None:
         """Have every worker call `WorkerEngine.finish_weight_update()`."""
+
+
+@runtime_checkable
+class Pausing(Protocol):
+    """What a client may have besides, if it keeps workers from generating around an update."""
+
+    @property
+    def paused_s(self) -> float | None:
+        """How long the last pause was, in seconds on the trainer's clock; None before the first."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Keep the workers paused within; the trainer does so around `init_transfer_engine`.
+
+        It leaves this only once it has let all workers go: one that waits for the others answers nothing before that.
+        """
+        ...
 
 
 class TrainerEngine(ABC):
@@ -370,7 +390,7 @@ class ServingStatus(Enum):
 
     EMPTY: nothing; its weights are unknown, damaged, half seeded, or written and not decided yet. SERVING: one whole
     published version. STALE: likewise, but the trainer is out of reach. LOST: nothing; a collective did not end, so
-    its memory may still change.
+    its memory may still change, or what was pulled could not be undone.
     """
 
     EMPTY = "empty"
@@ -409,7 +429,12 @@ def _check_choice(name: str, value: object, choices: object) -> None:
         raise InputError(f"unknown {name}", expected=f"one of {', '.join(get_args(choices))}", found=repr(value))
 
 
-def _check_audit(audit: object) -> None:
+def check_audit(audit: object) -> None:
+    """Raise unless a value is an `AuditPolicy`.
+
+    Raises:
+        InputError: it is not.
+    """
     if audit not in ("full", "off") and (type(audit) is not int or audit < 1):
         raise InputError("bad audit policy", expected="'full', 'off' or a number of rounds >= 1", found=repr(audit))
 

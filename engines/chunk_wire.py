@@ -35,7 +35,7 @@ from deltacast.store.baseline import Baseline
 
 __all__ = ["ChunkIncoming", "ChunkOutgoing"]
 
-_RUNS_AHEAD: Final = 4  # chunks, beside those that were begun
+_RUNS_AHEAD: Final = 2  # chunks, beside those that were begun; workers wait while the host launches more
 _UNPACKING: Final = 3  # chunks in the hands of the codec's threads
 _MOST_PACKED: Final = 4  # 1-byte words: a byte of position, one of a quad, one of high, a nibble and an exception
 _MOST_HEADER: Final = 1 << 20
@@ -67,16 +67,10 @@ class ChunkOutgoing(Outgoing):
         coder: ChunkCoder | None = None,
         keep_bytes: float = 0,
     ) -> None:
-        self._keep_bytes, self._kept_bytes = keep_bytes, 0
+        self._keep_bytes = keep_bytes
         self.wire = "raw" if coder is None else "coded"
         self._sender, self._source, self._baseline, self._coder = sender, source, baseline, coder
         self.base_version, self.target_version, self.overlaps = baseline.version, target_version, overlaps
-        begin = sender.header()
-        self.header = begin.to_bytes()
-        widths = zip(begin.capacities, sender.plan.word_bytes, strict=True)
-        self.payload_bytes = sum(capacity * (2 + width) for capacity, width in widths)
-        self.buffer_bytes = sender.nbytes + (coder.nbytes if coder is not None else 0)
-        self.sent_bytes = len(self.header)
         self._sending = Lane(sender.device, priority=-1)
         self._ready: Handoff[_Ready | Sums | _Posted] = Handoff("the diff")
         self._chunks: Iterator[SentChunk] = iter(())
@@ -90,9 +84,10 @@ class ChunkOutgoing(Outgoing):
         metas = self._baseline.state.table.metas
         names = (metas[place].name for place in self._sender.plan.order)
         self._chunks = self._sender.chunks(named(self._source, names))
+        self._announce()  # now that the device is at work
 
     def run_ahead(self) -> None:
-        """See `Outgoing`. Then nothing that happens on the host can make the device idle."""
+        """See `Outgoing`. So that the device has work until the first chunks are sent."""
         self._sender.run_ahead(_RUNS_AHEAD)
 
     def produce(self, route: Route) -> None:
@@ -122,10 +117,18 @@ class ChunkOutgoing(Outgoing):
         with self._sending.active():
             route.group.wait(route.deadline)
 
+    def _announce(self) -> None:
+        sender, coder = self._sender, self._coder
+        begin = sender.header()
+        self.header = begin.to_bytes()
+        self.sent_bytes = len(self.header)
+        widths = zip(begin.capacities, sender.plan.word_bytes, strict=True)
+        self.payload_bytes = sum(capacity * (2 + width) for capacity, width in widths)
+        self.buffer_bytes = sender.nbytes + (coder.nbytes if coder is not None else 0)
+
     def _items(self) -> Iterator[_Ready | Sums]:
         """Diff, and yield what is to be sent as it comes: chunks, and the sums of them all."""
         for chunk in self._chunks:
-            self._kept_bytes += sum(t.nbytes for t in chunk.tensors) + chunk.changes.values.nbytes
             yield _Ready(chunk, None if self._coder is None else self._coder.pack(chunk))
         sums, self.target_digest = self._sender.sums()
         self.diff_s = time.perf_counter() - self.begun_at
@@ -151,7 +154,7 @@ class ChunkOutgoing(Outgoing):
     def stage(self) -> None:
         """See `Outgoing`."""
         fingerprints_bytes = 24 * len(self._baseline.state.table)  # before, after, and of what is overwritten
-        if (nbytes := self._kept_bytes + fingerprints_bytes) <= self._keep_bytes:
+        if (nbytes := self._sender.kept_bytes + fingerprints_bytes) <= self._keep_bytes:
             make = partial(
                 self._sender.keep().update,
                 run_id=self._baseline.run_id,

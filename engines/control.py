@@ -26,6 +26,8 @@ _MAX_MESSAGE_BYTES: Final = 64 << 20
 _MAX_BULK_BYTES: Final = 1 << 30
 _READ_BYTES: Final = 1 << 20
 
+# One is made for each wait: epoll would take a descriptor and five more system calls.
+_Selector: Final = selectors.PollSelector
 Frame = tuple[Message, bytes]
 
 
@@ -204,7 +206,7 @@ class Channel:
         self._buffer += data
 
     def _wait(self, event: int, deadline: Deadline) -> None:
-        with selectors.DefaultSelector() as selector:
+        with _Selector() as selector:
             selector.register(self._sock, event)
             selector.select(deadline.left_s(self.peer))
 
@@ -285,7 +287,7 @@ def wait_any(channels: Sequence[Channel], deadline: Deadline, task: Task | None 
     for channel in channels:
         if channel.has_frame():
             return channel
-    with selectors.DefaultSelector() as selector:
+    with _Selector() as selector:
         for item in (*channels, *((task,) if task else ())):
             selector.register(item, selectors.EVENT_READ, item)
         ready: list[Channel | Task] = []
@@ -318,7 +320,7 @@ def _write_all(channels: Sequence[Channel], data: bytes, deadline: Deadline) -> 
 
 def _wait_writable(channels: Sequence[Channel], deadline: Deadline) -> None:
     if channels:
-        with selectors.DefaultSelector() as selector:
+        with _Selector() as selector:
             for channel in channels:
                 selector.register(channel, selectors.EVENT_WRITE)
             selector.select(deadline.left_s(", ".join(channel.peer for channel in channels)))

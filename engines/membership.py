@@ -34,6 +34,7 @@ from deltacast.engines.protocol import (
     Welcome,
     expect,
 )
+from deltacast.engines.wires import ServerRank
 from deltacast.store.baseline import Baseline
 
 __all__ = ["Member", "Membership"]
@@ -57,6 +58,7 @@ class Member:
         rank: in the present payload group; 1 and up.
         stands_by: it is still to catch up and the present round is for others: what it holds decides nothing.
         lost: why it is no longer heard; empty while it is.
+        server: which rank of which server it is; None for a worker by itself.
     """
 
     channel: Channel
@@ -69,6 +71,7 @@ class Member:
     rank: int = 0
     stands_by: bool = False
     lost: str = ""
+    server: ServerRank | None = None
 
     @property
     def name(self) -> str:
@@ -107,6 +110,7 @@ class Membership:
         self.generation = 0
         self.newest_reported = baseline.version
         self.evicted: list[str] = []
+        self._incomplete: list[Member] = []  # ranks of servers of which others have not come yet
         self._last_evicted = ""
         self._numbered = False
         self.client_task: Task | None = None
@@ -118,9 +122,10 @@ class Membership:
 
     def close(self) -> None:
         """Close every connection and the group; may be called twice."""
-        for member in self.members:
+        for member in (*self.members, *self._incomplete):
             member.channel.close()
         self.members.clear()
+        self._incomplete.clear()
         self.drop_group()
         self._listener.close()
 
@@ -137,7 +142,7 @@ class Membership:
     # Admission.
 
     def admit_next(self, deadline: Deadline) -> None:
-        """Wait for one worker and admit it.
+        """Wait for one worker and admit it; a rank of a server only once all its ranks have come.
 
         Raises:
             DeadlineError: none came in time.
@@ -164,11 +169,26 @@ class Membership:
             hello = expect(frame[0], Hello)
             channel.peer = f"worker {hello.name}"
             self._check(channel, hello, frame[1])
+            member = Member(channel, hello, damaged=hello.damaged, server=ServerRank.among(hello.wires))
         except BaseException:
             channel.close()
             raise
-        self.members.append(Member(channel, hello, damaged=hello.damaged))
-        self.drop_group()
+        complete = self._with_its_server(member)
+        if complete:
+            self.members += complete
+            self.drop_group()
+
+    def _with_its_server(self, member: Member) -> list[Member]:
+        """Return who comes in with a worker: itself, or all ranks of its server; nobody while one is missing."""
+        if member.server is None:
+            return [member]
+        waiting = [other for other in self._incomplete if not other.channel.gone() and other.server != member.server]
+        self._incomplete = [*waiting, member]
+        ranks = [other for other in self._incomplete if other.server and other.server.server == member.server.server]
+        if len(ranks) < member.server.num_ranks:
+            return []
+        self._incomplete = [other for other in self._incomplete if other not in ranks]
+        return ranks
 
     def _check(self, channel: Channel, hello: Hello, table: bytes) -> None:
         who = f"worker {hello.name}"
@@ -312,7 +332,11 @@ class Membership:
         self._rendezvous = None
 
     def evict(self) -> None:
-        """Drop the members that are lost, and with them the group."""
+        """Drop the members that are lost, the other ranks of their servers, and with them the group."""
+        servers = {member.server.server: member.name for member in self.members if member.lost and member.server}
+        for member in self.members:
+            if member.server is not None and member.server.server in servers:
+                member.lost = member.lost or f"another rank of its server is lost: {servers[member.server.server]}"
         lost = [member for member in self.members if member.lost]
         for member in lost:
             _LOG.warning("deltacast evicts worker %s: %s", member.name, member.lost)

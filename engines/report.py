@@ -22,7 +22,9 @@ class StageTimes:
         publish_s: waiting for the store to have the version, where that comes before the decision.
         commit_s: from the last verdict to the last ACK, `publish_s` and the baseline's advance included.
         round_s: from the start of the diff to the last ACK: all of the round, without the calls through the client.
-        total_s: the whole `send_weights`.
+        total_s: the whole `send_weights`, but for the client's `finish_weight_update`.
+        paused_s: how long workers were kept from generating, `finish_weight_update` included; None if the client is no
+            `PausingClient`. Always None where a round aborted.
     """
 
     diff_s: float = 0.0
@@ -35,6 +37,7 @@ class StageTimes:
     commit_s: float = 0.0
     round_s: float = 0.0
     total_s: float = 0.0
+    paused_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +137,13 @@ class RoundReport:
     def line(self) -> str:
         """Return one line for a log."""
         what = "committed" if self.committed else "ABORTED"
+        took = f"in {self.times.total_s * 1e3:.0f} ms"
+        if self.times.paused_s is not None:
+            took += f", paused {self.times.paused_s * 1e3:.0f} ms"
         return (
             f"{what} version {self.target_version} (from {self.base_version}): {self.density:.3%} changed, "
             f"{self.sent_bytes} of {self.dense_bytes} bytes ({self.wire}, {self.times_smaller:.1f} times smaller), "
-            f"verified by {self.num_verified} of {len(self.workers)} workers in {self.times.total_s * 1e3:.0f} ms"
+            f"verified by {self.num_verified} of {len(self.workers)} workers {took}"
         )
 
 

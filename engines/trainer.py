@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final, Self
@@ -20,7 +20,7 @@ import torch
 from deltacast.delta.errors import CapacityError, DeadlineError, StateError, TransportError
 from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.sources import WeightSource
-from deltacast.engines.base import Client, TrainerEngine, TrainerInitInfo
+from deltacast.engines.base import Client, Pausing, TrainerEngine, TrainerInitInfo
 from deltacast.engines.catching_up import CatchingUp
 from deltacast.engines.container_wire import ContainerOutgoing
 from deltacast.engines.control import Deadline, Task, wait_any
@@ -93,7 +93,8 @@ class RoundTrainer(TrainerEngine):
         """See `TrainerEngine`."""
         engine = cls(init_info, source, client)
         try:
-            engine._admit_first()
+            with client.paused() if isinstance(client, Pausing) else nullcontext():
+                engine._admit_first()
         except BaseException:
             engine.shutdown()
             raise
@@ -156,12 +157,16 @@ class RoundTrainer(TrainerEngine):
 
     def _admit_first(self) -> None:
         info = self.worker_init_info
-        with self._session(lambda: self._client.init_transfer_engine(info)):
-            deadline = Deadline(self._info.join_timeout_s)
-            while len(self._workers.members) < self._info.num_workers:  # also those that went meanwhile
-                while len(self._workers.members) < self._info.num_workers:
-                    self._workers.admit_next(deadline)
-                self._catch_up()
+        try:
+            with self._session(lambda: self._client.init_transfer_engine(info)):
+                deadline = Deadline(self._info.join_timeout_s)
+                while len(self._workers.members) < self._info.num_workers:  # also those that went meanwhile
+                    while len(self._workers.members) < self._info.num_workers:
+                        self._workers.admit_next(deadline)
+                    self._catch_up()
+        except BaseException:
+            self._workers.close()  # who waits for the others must hear now that they will not come
+            raise
         if self._client_error:
             raise TransportError(self._client_error)
 
@@ -171,7 +176,7 @@ class RoundTrainer(TrainerEngine):
             self._publisher.make_room(Deadline(self._info.timeout_s))
         self._num_calls += 1
         self._early = None
-        self._begin_early()  # first: whom nobody told to start must not be told to finish
+        self._begin_early(optimizer_step)  # first: whom nobody told to start must not be told to finish
         try:
             self._client_call("start the update", self._client.start_weight_update)
             report = self._update_workers(optimizer_step)
@@ -182,22 +187,27 @@ class RoundTrainer(TrainerEngine):
                 _LOG.warning("deltacast: the client could not finish the update either: %s", err)
             raise
         report = replace(report, times=replace(report.times, total_s=time.perf_counter() - started))
-        _LOG.info("%s", report.line())
-        self._client_call("finish the update, though it is committed", self._client.finish_weight_update, report)
+        try:
+            self._client_call("finish the update, though it is committed", self._client.finish_weight_update, report)
+            if isinstance(self._client, Pausing):
+                report = replace(report, times=replace(report.times, paused_s=self._client.paused_s))
+        finally:
+            _LOG.info("%s", report.line())
         return report
 
-    def _begin_early(self) -> None:
-        """Start diffing while workers are still being told to get ready, if the round will be streamed."""
+    def _begin_early(self, optimizer_step: int | None) -> None:
+        """Diff while nobody is paused yet: all of a container, of a streamed round what it can without the workers."""
         if self._workers.members:
             payload = self._streams.payload(self._workers)
-            if payload is not None:
-                self._early = tuple(self._workers.members), payload
-                payload.begin()
+            if payload is None:
+                payload = self._container_of_source(self._next_version(), optimizer_step)
+            self._early = tuple(self._workers.members), payload
+            payload.begin()
 
-    def _streamed_payload(self) -> Outgoing | None:
-        """Return the payload that was begun early if the workers are still the same, else one that is to begin."""
+    def _early_payload(self) -> Outgoing | None:
+        """Return the payload that was begun early, else a streamed one, if any; streams are for the workers at hand."""
         early, self._early = self._early, None
-        if early is not None and early[0] == tuple(self._workers.members):
+        if early is not None and (early[0] == tuple(self._workers.members) or not early[1].reads_source):
             return early[1]
         return self._streams.payload(self._workers)
 
@@ -274,20 +284,25 @@ class RoundTrainer(TrainerEngine):
 
     def _publish_once(self, optimizer_step: int | None) -> tuple[Outgoing, Outcome]:
         """Run a round; as a container after all if there were more changes than a streamed one has room for."""
-        target_version = max(self.baseline.version, self._workers.newest_reported) + 1
+        target_version = self._next_version()
         if self._publisher is not None:
             self._publisher.check_reach(target_version)
-        payload = self._streamed_payload()
-        if payload is not None:
+        payload = self._early_payload()
+        if payload is not None and payload.reads_source:
             payload.target_version, payload.optimizer_step = target_version, optimizer_step
             try:
                 return payload, self._publish_payload(payload)
             except CapacityError as err:
                 _LOG.warning("deltacast sends a container instead: %s", err)
                 self._catch_up()
-        payload = self._container_of_source(target_version, optimizer_step)
+                payload = None
+        if payload is None or payload.target_version != target_version:  # a worker came that knows newer ones
+            payload = self._container_of_source(target_version, optimizer_step)
         self._note_read()
         return payload, self._publish_payload(payload)
+
+    def _next_version(self) -> int:
+        return max(self.baseline.version, self._workers.newest_reported) + 1
 
     def _note_read(self) -> None:
         if self._source_read is not None:

@@ -30,7 +30,7 @@ from deltacast.delta.errors import (
 )
 from deltacast.delta.sources import WeightSource, checked
 from deltacast.delta.state import Damage, WeightState
-from deltacast.engines.base import ServingStatus, WorkerEngine, WorkerInitInfo, WorkerStatus
+from deltacast.engines.base import AuditPolicy, ServingStatus, WorkerEngine, WorkerInitInfo, WorkerStatus
 from deltacast.engines.chunk_wire import ChunkIncoming
 from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
@@ -86,12 +86,12 @@ class RoundWorker(WorkerEngine):
 
     Args:
         source: the live tensors and their names, as the serving checkpoint calls them (`ModuleSource(model)`).
-            What it yields is written to, so it must not convert dtypes.
+            What it yields is written to, so it must not convert dtypes. Or a state that was made of them.
         device: where the payload arrives: `cpu` (Gloo) or `cuda:N` (NCCL).
         undo_budget_bytes: refuse, before anything is written, rounds whose undo log would need more; None for no
             bound.
         max_payload_bytes: likewise for the payload's buffer.
-        threads: for decoding and scans.
+        threads: for decoding and scans; a state has its own.
 
     Attributes:
         transport: how payloads travel to it; the trainer's engine has the same.
@@ -104,15 +104,14 @@ class RoundWorker(WorkerEngine):
 
     def __init__(
         self,
-        source: WeightSource,
+        source: WeightSource | WeightState,
         *,
         device: str = "cpu",
         undo_budget_bytes: int | None = None,
         max_payload_bytes: int | None = None,
         threads: int = 1,
     ) -> None:
-        tensors = {meta.name: tensor for meta, tensor in checked(source)}
-        self._state = WeightState(tensors, aliases=dict(source.aliases), threads=threads)
+        self._state = source if isinstance(source, WeightState) else _live(source, threads)
         self._device = torch.device(device)
         self._undo_budget_bytes = undo_budget_bytes
         self._max_payload_bytes = max_payload_bytes
@@ -195,17 +194,23 @@ class RoundWorker(WorkerEngine):
         self._drop_buffers()
 
     @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """One call at a time; one that fails ends the connection, so that the trainer hears at once."""
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise StateError(f"{what} while another call runs", hint="Call it from one thread.")
         try:
             yield
-        except BaseException as err:
-            self._lose(err)
-            raise
         finally:
             self._busy.release()
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One call at a time; one that fails ends the connection, so that the trainer hears at once."""
+        with self._one_at_a_time(what):
+            try:
+                yield
+            except BaseException as err:
+                self._lose(err)
+                raise
 
     def _hello(self) -> Hello:
         damage = self._state.audit()
@@ -298,7 +303,7 @@ class RoundWorker(WorkerEngine):
             decision = self._until_decided(current, rows, info)
             ack = self._obey(current, commit=decision.commit)
         except BaseException:  # nobody will decide; without a COMMIT it is an ABORT
-            self._undo(current)
+            self._undo_round(current)
             raise
         finally:
             self._machine.step("decision")
@@ -473,11 +478,15 @@ class RoundWorker(WorkerEngine):
     def _audit(self, current: _Round, info: WorkerInitInfo) -> list[Damage]:
         seeded = current.payload is not None and current.payload.is_seed
         known_damage = current.served_before is ServingStatus.EMPTY
-        if seeded or known_damage or info.audit == "full":
+        if seeded or known_damage:
             return self._state.audit()
-        if info.audit == "off":
-            return []
-        return self._state.audit_rolling(current.propose.target_version, info.audit)
+        return self._audit_some(current.propose.target_version, info.audit)
+
+    def _audit_some(self, version: int, policy: AuditPolicy) -> list[Damage]:
+        """Rescan as much as the policy says of what is said to be a version."""
+        if policy == "full":
+            return self._state.audit()
+        return [] if policy == "off" else self._state.audit_rolling(version, policy)
 
     def _await_decision(self, key: RoundKey, deadline: Deadline) -> Decision:
         message = self._connected().receive(deadline)[0]
@@ -494,31 +503,35 @@ class RoundWorker(WorkerEngine):
         """Act on the record: keep what was written, or restore and audit."""
         damaged: list[Damage] = []
         if not commit:
-            damaged = self._undo(current)
+            damaged = self._undo_round(current)
         elif current.error:
             raise ProtocolError("a COMMIT that this worker did not vote for", found=current.error)
         elif current.payload is not None:
-            self._keep(current.payload, current.propose)
+            step = current.propose.optimizer_step
+            self._keep(current.payload, None if step == -1 else step)
         error = f"weights are damaged: {damaged[0]}" if damaged else ""
         version = -1 if self._state.version is None else self._state.version
         through = -1 if self._state.audited_through is None else self._state.audited_through
         names = [item.parameter for item in damaged]
         return Ack(self._run_id, current.propose.key, version, self._state.digest, through, error, names)
 
-    def _keep(self, payload: Incoming, propose: Propose) -> None:
+    def _keep(self, payload: Incoming, optimizer_step: int | None) -> None:
         payload.commit()
         if not payload.drains:
             self._committed_at = time.time()
             self._serving = ServingStatus.SERVING
-            self._optimizer_step = None if propose.optimizer_step == -1 else propose.optimizer_step
+            self._optimizer_step = optimizer_step
         self._repaired += payload.repairs
         self._published = self._published or payload.publishes
 
-    def _undo(self, current: _Round) -> list[Damage]:
-        """Restore and audit; where that fails or finds damage, nothing is served any more."""
-        serving = ServingStatus.LOST if self._serving is ServingStatus.LOST else current.served_before
-        self._serving = serving if serving is ServingStatus.LOST else ServingStatus.EMPTY
+    def _undo_round(self, current: _Round) -> list[Damage]:
         payload, current.payload = current.payload, None
+        return self._undo(payload, current.served_before)
+
+    def _undo(self, payload: Incoming | None, served_before: ServingStatus) -> list[Damage]:
+        """Restore and audit; where that fails or finds damage, nothing is served any more."""
+        serving = ServingStatus.LOST if self._serving is ServingStatus.LOST else served_before
+        self._serving = serving if serving is ServingStatus.LOST else ServingStatus.EMPTY
         if payload is not None:
             payload.rollback()
         damaged = self._state.audit()
@@ -554,6 +567,11 @@ class RoundWorker(WorkerEngine):
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _live(source: WeightSource, threads: int) -> WeightState:
+    tensors = {meta.name: tensor for meta, tensor in checked(source)}
+    return WeightState(tensors, aliases=dict(source.aliases), threads=threads)
 
 
 def _describe(err: BaseException) -> str:

@@ -79,38 +79,42 @@ class SumBuffer:
 
     def __init__(self, rows: int, sizes: Sequence[int], device: torch.device) -> None:
         ends = [rows * size for size in sizes]
-        self._values = torch.zeros(sum(ends) + len(sizes), dtype=torch.int64, device=device)
+        self._none = torch.zeros(sum(ends) + len(sizes), dtype=torch.int64, device=device)
+        self._none[sum(ends) :].view(torch.int32).fill_(NO_FAULT)
+        self._values = self._none.clone()
         *parts, faults = torch.split(self._values, [*ends, len(sizes)])
         self.parts = [part.view(rows, -1) for part in parts]
         self.faults = list(faults.view(torch.int32).view(-1, 2))
-        self._faults = faults
         self._host = pinned(self._values.numel(), device)
+        *found, blocks = np.split(self._host.numpy().view(np.uint64), np.cumsum(ends))
+        self._found = [sums.reshape(rows, -1) for sums in found]
+        self._blocks = blocks.view(np.int32).reshape(-1, 2)
+        self._arrived: torch.cuda.Event | None = None
         self._fetched = False
-        self.reset()
 
     def reset(self) -> None:
         """Set sums to zero and faults to none, in the order of the current stream."""
         self._fetched = False
-        self._values.zero_()
-        self._faults.view(torch.int32).fill_(NO_FAULT)
+        self._values.copy_(self._none)
 
     def fetch(self, lane: Lane) -> None:
         """Let what is there once a lane's present work is done be what `read` returns; waits for nothing."""
         with lane.active():
             self._host.copy_(self._values, non_blocking=True)
-        self._fetched = True
+        self._arrived, self._fetched = lane.mark(), True
 
     def read(self, lane: Lane) -> tuple[list[NDArray[np.uint64]], list[int]]:
-        """Return sums, uint64 [rows, size] per group, and first faulty blocks, once a lane's work is done. Blocks."""
+        """Return sums, uint64 [rows, size] per group, and first faulty blocks, as `fetch` found them. Blocks for that.
+
+        Without a `fetch` since `reset`, what is there once all of the lane's work is done. The sums are views of this
+        buffer's memory on the host, valid until the next `fetch`.
+        """
         if not self._fetched:
             self.fetch(lane)
         self._fetched = False
-        lane.wait()
-        found = self._host.numpy().copy()
-        ends = np.cumsum([part.numel() for part in self.parts])
-        *parts, faults = np.split(found, ends)
-        sums = [part.view(np.uint64).reshape(of.shape) for part, of in zip(parts, self.parts, strict=True)]
-        return sums, faults.view(np.int32).reshape(-1, 2).min(axis=1).tolist() if faults.size else []
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._found, self._blocks.min(axis=1).tolist()
 
 
 def pinned(size: int, device: torch.device) -> torch.Tensor:

@@ -56,6 +56,7 @@ class ChunkReceiver:
         if len(begin.capacities) != len(self.plan.members):
             found = len(begin.capacities)
             raise FormatError("a round's begin is about other groups", expected=len(self.plan.members), found=found)
+        self._places = [np.array(members) for members in self.plan.members]
         self.device = device_of(state)
         self._check_budget(undo_budget_bytes)
         self.groups = [self._group(group) for group in range(len(self.plan.members))]
@@ -158,12 +159,11 @@ class ChunkReceiver:
         found, faulty = self._sums.read(self._applying)
         self._require_no_fault(faulty)
         state = self._state
-        after, old_sums = state.fingerprints.copy(), np.zeros_like(state.fingerprints)
-        for members, (old, new) in zip(self.plan.members, found, strict=True):
-            places = np.array(members)
+        after, promised_after = state.fingerprints.copy(), state.fingerprints.copy()
+        old_sums, promised_old = np.zeros((2, len(after)), np.uint64)
+        for places, (old, new) in zip(self._places, found, strict=True):
             after[places] += new - old
             old_sums[places] = old
-        promised_old, promised_after = np.zeros_like(old_sums), state.fingerprints.copy()
         promised_old[sums.places], promised_after[sums.places] = sums.old_sums, sums.after
         overwritten = "the words that were overwritten are not the sender's"
         result = "a parameter does not have the promised fingerprint"

@@ -25,7 +25,7 @@ from deltacast.delta.chunks.plan import ChunkPlan, Span
 from deltacast.delta.chunks.proof import require_sums
 from deltacast.delta.chunks.walk import ParamChanges, changes_of
 from deltacast.delta.errors import CapacityError, CorruptionError, InputError, TableError
-from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, apply_group, diff_group, gather_group, masks
+from deltacast.delta.kernels import Arena, ParamGroup, RawChunk, advance_group, diff_group, gather_group, masks
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.state import WeightState
 from deltacast.delta.threads import in_order
@@ -116,9 +116,10 @@ class ChunkSender:
         self._arenas = [Arena(self.groups[i], self._capacities[i], self.plan.num_chunks(i)) for i in numbers]
         self._scratch = [masks(self.groups[i], self.plan.max_blocks(i)) for i in numbers]
         sizes = [group.num_params for group in self.groups]
-        self._found, self._applied = SumBuffer(3, sizes, device), SumBuffer(2, sizes, device)
+        self._found = SumBuffer(3, sizes, device)
         self._slabs = self._make_slabs()
         self._totals = pinned(len(self.plan.spans), device)
+        self._places = [np.array(members) for members in self.plan.members]
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
         self.in_place = self._stayed = False
         self._unlaunched: Iterator[_Launch] = iter(())
@@ -140,6 +141,12 @@ class ChunkSender:
     def num_changed(self) -> int:
         """Changes found in this round so far."""
         return sum(sent.changes.num_changes or 0 for sent in self._sent)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory that `keep` would take now."""
+        chunks = [sent.changes for sent in self._sent if sent.changes.num_changes]
+        return sum(chunk.counts.nbytes + chunk.offsets.nbytes + 2 * chunk.values.nbytes for chunk in chunks)
 
     def header(self) -> Begin:
         """Return what the workers are told before the first chunk."""
@@ -166,8 +173,8 @@ class ChunkSender:
 
         Args:
             tensors: the new weights, in the plan's order, on any device: what is elsewhere, or not contiguous, is
-                copied. Read on the calling thread's current stream, and each held until its chunk was diffed: so
-                converted temporaries cost a few times `chunk_bytes`.
+                copied. Read on the calling thread's current stream, and each held until the chunk after its last one is
+                asked for: so converted temporaries cost a few times `chunk_bytes`.
 
         Raises:
             TableError: a tensor of another dtype or shape, or another number of them. Chunks before it may have been
@@ -176,7 +183,7 @@ class ChunkSender:
         """
         self._unlaunched = self._launches(iter(tensors))
         self._waiting = deque(islice(self._unlaunched, self._ahead))
-        self.run_ahead(_AHEAD)  # enough to do until every worker is asked
+        self.run_ahead(1)  # enough to do until every worker is asked: more would only delay that
         return self._settled()
 
     def run_ahead(self, num_chunks: int) -> None:
@@ -195,9 +202,8 @@ class ChunkSender:
             CorruptionError: the baseline's bits, all of which were read, are not what its fingerprints say.
         """
         base = self._state.fingerprints
-        after, old_sums, read = (np.zeros_like(base) for _ in range(3))
-        for members, (new, new_sums, old) in zip(self.plan.members, self._found.read(self._diffing)[0], strict=True):
-            places = np.array(members)
+        after, old_sums, read = np.zeros((3, len(base)), np.uint64)
+        for places, (new, new_sums, old) in zip(self._places, self._found.read(self._diffing)[0], strict=True):
             after[places], read[places] = new, old
             old_sums[places] = new_sums - new + old
         hint = "Restart this trainer from its weights; workers keep theirs."
@@ -306,7 +312,10 @@ class ChunkSender:
             sums, scratch = self._found.parts[span.group], self._scratch[span.group]
             diff_group(group, chunk, sums=sums, scratch=scratch, audit_baseline=True)
             self._totals[number : number + 1].copy_(chunk.total.view(1), non_blocking=True)
-        return span, chunk, self._diffing.mark()
+        ready = self._diffing.mark()
+        if number + 1 == len(self.plan.spans):
+            self._found.fetch(self._diffing)
+        return span, chunk, ready
 
     def _stage(self, number: int, span: Span) -> None:
         """Copy a chunk's baseline to the device, beside the diffs before it."""
@@ -327,14 +336,15 @@ class ChunkSender:
             self.run_ahead(1)
             if not self._waiting:
                 break
-            yield self._settle(*self._waiting.popleft())
+            settled = self._settle(*self._waiting.popleft())
+            yield settled
+            self._release(settled.span)  # only now: what was settled is on its way
         for group in self.groups:
             group.release_new()
 
     def _settle(self, span: Span, chunk: RawChunk, ready: torch.cuda.Event | None) -> SentChunk:
         if ready is not None:
             ready.synchronize()
-        self._release(span)
         try:
             chunk.arena.settle(chunk, int(self._totals[len(self._sent)]))
         except InputError as err:
@@ -372,10 +382,8 @@ class ChunkSender:
     def _write_on_device(self) -> None:
         self._diffing.follow(self._old_read)
         with self._diffing.active():
-            for sent in self._sent:
-                number = sent.span.group
-                sums, fault = self._applied.parts[number], self._applied.faults[number]
-                apply_group(self.groups[number], sent.changes, None, sums=sums, fault=fault)
+            for number, group in enumerate(self.groups):
+                advance_group(group, [sent.changes for sent in self._sent if sent.span.group == number])
         self._diffing.lead_caller()
 
     def _write_to_host(self) -> None:

@@ -1,4 +1,4 @@
-"""GPU kernels that diff, apply, undo and audit groups of parameters, and their torch twin (docs/fingerprint.md).
+"""GPU kernels that diff, apply, undo, advance and audit parameters, and their torch twin (docs/fingerprint.md).
 
 Start with `operations.py`, whose functions are the API; `group.py`, `arena.py` and `undo.py` hold what they work on.
 `twin.py` says in torch operations what the programs in `*_programs.py` (Triton) do; `launch.py` starts those.
@@ -10,6 +10,7 @@ from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.key_tables import KeyTables
 from deltacast.delta.kernels.operations import (
     Backend,
+    advance_group,
     apply_group,
     audit_group,
     available,
@@ -27,6 +28,7 @@ __all__ = [
     "UndoLog",
     "diff_group",
     "apply_group",
+    "advance_group",
     "undo_group",
     "audit_group",
     "gather_group",

@@ -1,4 +1,7 @@
-"""Triton programs that check a raw chunk, write it with an undo log, and take it back. One program, one block."""
+"""Triton programs that check a raw chunk, write it with an undo log, and take it back; and that write a whole round.
+
+One program, one block.
+"""
 
 # Kernels take many pointers and sizes; a launch passes them by position, and constants by name.
 # ruff: noqa: PLR0917
@@ -8,7 +11,7 @@ from __future__ import annotations
 from deltacast.delta.kernels.language import constexpr, program, tensor, tl
 from deltacast.delta.kernels.unit_programs import start_of, weigh_at
 
-__all__ = ["apply_program", "check_program", "count_program", "gather_program", "undo_program"]
+__all__ = ["advance_program", "apply_program", "check_program", "count_program", "gather_program", "undo_program"]
 
 
 @program
@@ -61,14 +64,13 @@ def apply_program(
     blocks_ptr: tensor, inner_ptr: tensor, outer_ptr: tensor, counts_ptr: tensor, count_sums_ptr: tensor,
     offsets_ptr: tensor, values_ptr: tensor, undo_ptr: tensor, sums_ptr: tensor, fault_ptr: tensor,
     applied_ptr: tensor, first_block: tensor, num_params: tensor,
-    word: constexpr, word_bytes: constexpr, tile: constexpr, log: constexpr,
+    word: constexpr, word_bytes: constexpr, tile: constexpr,
 ) -> None:  # fmt: skip
-    """Write a block's changes, keep what they overwrite if `log`, and sum both; nothing at all if there is a fault."""
+    """Write a block's changes, keep what they overwrite, and sum both; nothing at all if there is a fault."""
     if tl.minimum(tl.load(fault_ptr), tl.load(fault_ptr + 1)) != 2147483647:
         return
     block = tl.program_id(0)
-    if log:
-        tl.store(applied_ptr, 1, mask=block == 0)
+    tl.store(applied_ptr, 1, mask=block == 0)
     count = tl.load(counts_ptr + block)
     if count == 0:
         return
@@ -86,13 +88,33 @@ def apply_program(
         offset = tl.load(offsets_ptr + start + index, mask=live, other=0).to(tl.int32) & 0xFFFF
         new = tl.load(values_ptr + start + index, mask=live, other=0)
         old = tl.load(base_at + offset, mask=live, other=0)
-        if log:
-            tl.store(undo_ptr + start + index, old, mask=live)
+        tl.store(undo_ptr + start + index, old, mask=live)
         tl.store(base_at + offset, new, mask=live)
         old_sums += weigh_at(old, offset, live, inner_ptr, outer_at, word_bytes)
         new_sums += weigh_at(new, offset, live, inner_ptr, outer_at, word_bytes)
     tl.atomic_add(sums_ptr + param, tl.sum(old_sums, 0), sem="relaxed")
     tl.atomic_add(sums_ptr + num_params + param, tl.sum(new_sums, 0), sem="relaxed")
+
+
+@program
+def advance_program(
+    blocks_ptr: tensor, counts_ptr: tensor, count_sums_ptr: tensor, starts_ptr: tensor, offsets_ptr: tensor,
+    values_ptr: tensor, chunk_blocks: tensor, num_sums: tensor, word: constexpr, tile: constexpr,
+) -> None:  # fmt: skip
+    """Write a block's changes, whichever chunk it is in; each has `chunk_blocks` blocks and `num_sums` count sums."""
+    block = tl.program_id(0)
+    number = (block // chunk_blocks).to(tl.int64)
+    first_block = number * chunk_blocks
+    count = tl.load(counts_ptr + block)
+    start = start_of(counts_ptr + first_block, count_sums_ptr + number * num_sums, block % chunk_blocks)
+    start += tl.load(starts_ptr + number)
+    base_at = tl.load(blocks_ptr + block.to(tl.int64) * 4 + 1).to(tl.pointer_type(word))
+    lane = tl.arange(0, tile)
+    for first in range(0, count, tile):
+        index = first + lane
+        live = index < count
+        offset = tl.load(offsets_ptr + start + index, mask=live, other=0).to(tl.int32) & 0xFFFF
+        tl.store(base_at + offset, tl.load(values_ptr + start + index, mask=live, other=0), mask=live)
 
 
 @program

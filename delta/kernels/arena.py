@@ -4,7 +4,8 @@ A round is worked off in chunks, ranges of blocks in ascending order. How many c
 device first, so a diff finds there where its chunk begins; the host follows with `settle`. On the receiving
 side the numbers come with the message.
 
-Sender: `reset`, then for each chunk `chunk`, `diff_group`, and once its total has been read, `settle`.
+Sender: `reset`, then for each chunk `chunk`, `diff_group`, and once its total has been read, `settle`; at COMMIT
+`advance_group` for all of them.
 Receiver: `reset`, then for each chunk `chunk(..., num_changes)`, receive into its views, `apply_group`.
 """
 

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 __all__ = ["HAS_TRITON", "constexpr", "jit", "program", "tensor", "tl"]
 
 
-_SIZES = ["first_block", "num_blocks", "num_params", "capacity", "num_changes", "number"]
+_SIZES = [
+    *("first_block", "num_blocks", "num_params", "capacity", "num_changes", "number"),
+    *("chunk_blocks", "num_sums"),
+]
 _BUFFERS = [
     *("counts", "count_sums", "offsets", "values", "starts", "totals"),
     *("undo", "sums", "fault", "applied", "mask_bytes"),

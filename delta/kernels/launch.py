@@ -7,12 +7,20 @@ from typing import Any, Final
 import torch
 
 from deltacast.delta.kernels import apply_programs, emit_programs, scan_programs
-from deltacast.delta.kernels.arena import COUNTS_PER_SUM, RawChunk
+from deltacast.delta.kernels.arena import COUNTS_PER_SUM, Arena, RawChunk
 from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.language import tl
 from deltacast.delta.kernels.undo import UndoLog
 
-__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "gather_blocks", "undo_blocks"]
+__all__ = [
+    "advance_blocks",
+    "apply_blocks",
+    "audit_blocks",
+    "check_blocks",
+    "diff_blocks",
+    "gather_blocks",
+    "undo_blocks",
+]
 
 _EMIT_OPTIONS: Final = {"lanes": 256, "tile": 1024, "num_warps": 8}
 _CHECK_OPTIONS: Final = {"tile": 512, "num_warps": 2}
@@ -60,16 +68,21 @@ def check_blocks(group: ParamGroup, chunk: RawChunk, fault: torch.Tensor) -> Non
     )
 
 
-def apply_blocks(
-    group: ParamGroup, chunk: RawChunk, undo: UndoLog | None, sums: torch.Tensor, fault: torch.Tensor
-) -> None:
+def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
     """Write a checked chunk; see `operations.apply_group`."""
-    # Without a log the kernel touches neither of the two.
-    old, applied = (chunk.values, fault) if undo is None else _log_of(chunk, undo)
+    old, applied = _log_of(chunk, undo)
     apply_programs.apply_program[(chunk.num_blocks,)](
         group.table.blocks, group.keys.inner, group.keys.outer, chunk.counts, chunk.count_sums, chunk.offsets,
         chunk.values, old, sums, fault, applied, chunk.first_block, group.num_params,
-        log=undo is not None, **_APPLY_OPTIONS, **_word(group),
+        **_APPLY_OPTIONS, **_word(group),
+    )  # fmt: skip
+
+
+def advance_blocks(group: ParamGroup, arena: Arena, chunk_blocks: int) -> None:
+    """Write a round's changes; see `operations.advance_group`."""
+    apply_programs.advance_program[(group.num_blocks,)](
+        group.table.blocks, arena.counts, arena.count_sums, arena.starts, arena.offsets, arena.values, chunk_blocks,
+        arena.count_sums.shape[1], word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
 
 

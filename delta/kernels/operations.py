@@ -1,4 +1,4 @@
-"""Diff, apply, undo and audit of groups of parameters: Triton kernels on GPUs, their torch twin anywhere else.
+"""Diff, apply, undo, advance and audit of groups of parameters: Triton kernels on GPUs, their torch twin anywhere else.
 
 A chunk of many parameters goes through one launch, none waits for the device (the twin does), and equal inputs give
 equal bytes on either backend. Results stay on the device: sums are 64 bits in int64, wrapping.
@@ -7,6 +7,7 @@ equal bytes on either backend. Results stay on the device: sums are 64 bits in i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +21,16 @@ from deltacast.delta.kernels.arena import RawChunk, mask_bytes
 from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.undo import UndoLog, faults
 
-__all__ = ["Backend", "apply_group", "audit_group", "available", "diff_group", "gather_group", "undo_group"]
+__all__ = [
+    "Backend",
+    "advance_group",
+    "apply_group",
+    "audit_group",
+    "available",
+    "diff_group",
+    "gather_group",
+    "undo_group",
+]
 
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 """Which implementation: `auto` takes Triton where it is available."""
@@ -94,7 +104,7 @@ def diff_group(
 def apply_group(
     group: ParamGroup,
     chunk: RawChunk,
-    undo: UndoLog | None,
+    undo: UndoLog,
     *,
     sums: torch.Tensor,
     fault: torch.Tensor,
@@ -109,8 +119,7 @@ def apply_group(
     Args:
         group: what to write to; new tensors are not touched.
         chunk: of an arena made for the group, settled, its counts, offsets and values as received; read only.
-        undo: logs the chunk; arena and log must stay as they are until the round is decided. None for a chunk of our
-            own, as `diff_group` left it, once its round is decided: it is not checked again, nor ever taken back.
+        undo: logs the chunk; arena and log must stay as they are until the round is decided.
         sums: int64 [2, num_params], contiguous, on the group's device; *added to*: row 0 the sums of old unit * key
             over the changed words (to compare with the sender's), row 1 of new ones. The fingerprint moves by
             `sums[1] - sums[0]`.
@@ -128,20 +137,49 @@ def apply_group(
     triton = _triton(group, backend)
     if chunk.num_blocks == 0:
         return
-    if undo is not None:
-        undo.add(chunk)
+    undo.add(chunk)
     if triton:
         from deltacast.delta.kernels import launch
 
         with _current(group):
             group.upload(chunk.first_block, chunk.num_blocks)
-            if undo is not None:
-                launch.check_blocks(group, chunk, fault)
+            launch.check_blocks(group, chunk, fault)
             launch.apply_blocks(group, chunk, undo, sums, fault)
     else:
-        if undo is not None:
-            twin.check_blocks(group, chunk, fault)
+        twin.check_blocks(group, chunk, fault)
         twin.apply_blocks(group, chunk, undo, sums, fault)
+
+
+def advance_group(group: ParamGroup, chunks: Sequence[RawChunk], *, backend: Backend = "auto") -> None:
+    """Write a round of our own into the baseline, all its chunks in one launch: unchecked, and never taken back.
+
+    Args:
+        group: what to write to; new tensors are not touched.
+        chunks: a whole round as `diff_group` left it, settled: all blocks of the group, in chunks of one size but for
+            the last, which may be smaller.
+        backend: which implementation.
+
+    Raises:
+        InputError: other chunks, one that is not settled, or a baseline that is not on the device; nothing was run.
+    """
+    for chunk in chunks:
+        _check_chunk(group, chunk)
+    size = max(chunks[0].num_blocks, 1) if chunks else 1
+    firsts = range(0, group.num_blocks, size)
+    whole = [(number, first, min(size, group.num_blocks - first)) for number, first in enumerate(firsts)]
+    if [(chunk.number, chunk.first_block, chunk.num_blocks) for chunk in chunks] != whole:
+        raise InputError("not the chunks of a whole round, all of one size", found=f"{len(chunks)} chunks")
+    if not chunks:
+        return
+    if _triton(group, backend):
+        from deltacast.delta.kernels import launch
+
+        with _current(group):
+            group.upload(0, group.num_blocks)
+            launch.advance_blocks(group, chunks[0].arena, size)
+    else:
+        for chunk in chunks:
+            twin.advance_blocks(group, chunk)
 
 
 def undo_group(group: ParamGroup, undo: UndoLog, chunk: RawChunk | None = None, *, backend: Backend = "auto") -> None:

@@ -16,7 +16,15 @@ from deltacast.delta.kernels.group import ParamGroup
 from deltacast.delta.kernels.key_tables import unit_keys
 from deltacast.delta.kernels.undo import NO_FAULT, UndoLog
 
-__all__ = ["apply_blocks", "audit_blocks", "check_blocks", "diff_blocks", "gather_blocks", "undo_blocks"]
+__all__ = [
+    "advance_blocks",
+    "apply_blocks",
+    "audit_blocks",
+    "check_blocks",
+    "diff_blocks",
+    "gather_blocks",
+    "undo_blocks",
+]
 
 _CHUNK_WORDS = 1 << 20
 
@@ -116,21 +124,23 @@ def _places(group: ParamGroup, chunk: RawChunk) -> Iterator[tuple[int, slice, to
         yield param, place, group.baseline_words(param, lo, hi), index, lo
 
 
-def apply_blocks(
-    group: ParamGroup, chunk: RawChunk, undo: UndoLog | None, sums: torch.Tensor, fault: torch.Tensor
-) -> None:
+def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
     """Write a checked chunk; see `operations.apply_group`."""
     if int(fault.min()) != NO_FAULT:
         return
-    if undo is not None:
-        undo.applied[chunk.number] = 1
+    undo.applied[chunk.number] = 1
     for param, place, words, index, first_word in _places(group, chunk):
         old, new = words[index], chunk.values[place]
-        if undo is not None:
-            undo.values[chunk.place][place] = old
+        undo.values[chunk.place][place] = old
         sums[0, param] += _weigh(group, old, index + first_word)[0]
         sums[1, param] += _weigh(group, new, index + first_word)[0]
         words.index_copy_(0, index, new)
+
+
+def advance_blocks(group: ParamGroup, chunk: RawChunk) -> None:
+    """Write a trusted chunk; see `operations.advance_group`."""
+    for _, place, words, index, _ in _places(group, chunk):
+        words.index_copy_(0, index, chunk.values[place])
 
 
 def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:

@@ -46,11 +46,12 @@ class UndoLog:
         return -(-capacity // 16) * 16 * group.word_bytes + 4 * max_chunks
 
     def reset(self) -> None:
-        """Forget what was logged, when the round is decided. Touches nothing on the device."""
+        """Forget what was logged, when the round is decided, in the order of the current stream; waits for nothing."""
+        self.applied.zero_()
         self.chunks.clear()
 
     def add(self, chunk: RawChunk) -> None:
-        """Log a chunk that is about to be applied, as not yet written. Waits for nothing.
+        """Log a chunk that is about to be applied. Touches nothing on the device, where it is not yet written.
 
         Raises:
             InputError: a log for another arena, or a chunk of this number is logged: applied twice, or a log that was
@@ -60,7 +61,6 @@ class UndoLog:
             raise InputError("an undo log made for another arena")
         if any(logged.number == chunk.number for logged in self.chunks):
             raise InputError(f"chunk {chunk.number} is logged already", hint="Reset the log before each round.")
-        self.applied[chunk.number].zero_()
         self.chunks.append(chunk)
 
 

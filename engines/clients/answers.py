@@ -23,7 +23,7 @@ class Answer:
     Attributes:
         worker: who it is: a server's URL, an actor.
         error: why the call does not count as done there, in the worker's own words if it had any; empty if it was done.
-        said: what a server that did it said, up to 64 KiB; empty for other workers.
+        said: what a server that did it said, as much of it as was read; empty for other workers.
     """
 
     worker: str

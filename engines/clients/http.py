@@ -14,7 +14,7 @@ from deltacast.delta.errors import InputError
 from deltacast.engines.clients.answers import Answer, check_timeouts, require_all
 
 if TYPE_CHECKING:
-    from deltacast.engines.clients.posting import Poster, Query
+    from deltacast.engines.clients.posting import Poster, Query, Request
 
 __all__ = ["HttpClient"]
 
@@ -84,19 +84,19 @@ class HttpClient:
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See `Client`; blocks until every worker is admitted, or one server has failed. Errors as `call`."""
-        self._post("init_transfer_engine", body={"init_info": init_info}, whole_update=True)
+        self._send(self._to_init(init_info))
 
     def start_weight_update(self) -> None:
         """See `Client`. Errors as `call`."""
-        self._post("start_weight_update")
+        self._send(self._request("start_weight_update"))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """See `Client`; blocks until the update is over everywhere, or one server has failed. Errors as `call`."""
-        self._post("update_weights", body={"update_info": update_info}, whole_update=True)
+        self._send(self._request("update_weights", body={"update_info": update_info}, whole_update=True))
 
     def finish_weight_update(self) -> None:
         """See `Client`. Errors as `call`."""
-        self._post("finish_weight_update")
+        self._send(self._request("finish_weight_update"))
 
     def call(self, verb: str, **arguments: str | int | bool | Sequence[str]) -> None:
         """Have every server do something else that it can, such as `pause`; blocks for up to `timeout_s`.
@@ -110,24 +110,23 @@ class HttpClient:
                 with the status and up to 2 KiB of its own text. What others did, which are named too, is not undone.
             InputError: something that is not JSON. Nothing was sent.
         """
-        self._post(verb, query=arguments)
+        self._send(self._request(verb, query=arguments))
 
-    def _post(
+    def _request(
         self,
         verb: str,
         *,
         query: Query | None = None,
         body: Mapping[str, Any] | None = None,
-        servers: Sequence[str] | None = None,
         whole_update: bool = False,
-    ) -> None:
-        """Have some servers (all by default) do something; their answers are left in `answers`. Errors as `call`."""
+    ) -> Request:
+        """Make a call's request. `whole_update`: it ends when an update has, or one server has failed at it."""
         from deltacast.engines.clients.posting import Request
 
         body = body or {}
         # FastAPI, for one, answers a body that it does not like with that very body.
         secrets = (self._token, body.get("init_info", {}).get("secret"))
-        request = Request(
+        return Request(
             path=self._paths.get(verb, f"/{verb}"),
             query=query or {},
             body=_json(body),
@@ -136,11 +135,17 @@ class HttpClient:
             # The others would wait for the one that failed, and the trainer for them. Any other call must reach all.
             fail_fast=whole_update,
         )
+
+    def _to_init(self, init_info: dict[str, Any]) -> Request:
+        return self._request("init_transfer_engine", body={"init_info": init_info}, whole_update=True)
+
+    def _send(self, request: Request, servers: Sequence[str] | None = None) -> None:
+        """Send it to some servers (all by default); their answers are left in `answers`. Errors as `call`."""
         # On a thread, since the caller's may run an event loop of its own, as notebooks do. An interrupt (Ctrl-C) is
         # raised once the requests have ended, so that none is cut off half way.
         with ThreadPoolExecutor(1, "deltacast-http") as pool:
             self.answers = pool.submit(asyncio.run, self._poster.post(servers or self._servers, request)).result()
-        require_all(f"POST {request.path}", self.answers)
+        require_all(f"{request.method} {request.path}", self.answers)
 
 
 def _poster(token: str | None, verify: bool | ssl.SSLContext, connect_timeout_s: float) -> Poster:  # noqa: FBT001

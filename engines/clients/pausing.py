@@ -5,12 +5,14 @@
     finish_weight_update    the client's own, then [wake the KV cache,] resume
 
 The trainer calls `finish_weight_update` after every start, a failed or interrupted one too, so resuming hangs on that
-alone; and of the steps of a finish each is taken, whatever became of the others.
+alone; and of the steps of a finish each is taken, whatever became of the others. Around the handshake it is `paused`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from deltacast.delta.errors import InputError, StateError, TransportError
@@ -44,6 +46,10 @@ class PausingClient:
         sleep_level: 1 keeps the weights in host memory; None not to sleep. Level 2 would throw away the base that an
             update is made for, and is refused.
 
+    Attributes:
+        paused_s: how long the last pause was, from the call of `pause` to the end of `resume`; None before the first.
+            Servers that are called side by side were paused for less.
+
     Raises:
         InputError: another level.
     """
@@ -57,10 +63,34 @@ class PausingClient:
         self._pause_arguments = {} if mode is None else {"mode": mode}
         self._sleep_level = sleep_level
         self._asleep = False
+        self._within = False
+        self._paused_at: float | None = None
+        self.paused_s: float | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the workers paused within, and run again afterwards, whatever failed; one in another does nothing.
+
+        Raises:
+            TransportError: pausing or what was done within failed, and resuming too; the message has both.
+            Exception: the only one that failed.
+        """
+        if self._within:
+            yield
+            return
+        self._within, error = True, None
+        try:
+            self._pause()
+            yield
+        except BaseException as err:  # noqa: BLE001 - it is raised below
+            error = err
+        self._within = False
+        _take_all(self._resume, first=error)
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `Client`. Workers are paused while the client's own call lasts. Errors as `finish_weight_update`."""
-        _take_all(lambda: self._pause_and_init(init_info), self._resume)
+        """See `Client`. Workers are `paused` while the client's own call lasts."""
+        with self.paused():
+            self._client.init_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
         """See `Client`. On any error, also of some workers only, `finish_weight_update` makes all of them run again."""
@@ -103,11 +133,9 @@ class PausingClient:
         _take_all(*self._to_wake_weights(), *self._to_run())
 
     def _pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
         self._client.call("pause", **self._pause_arguments)
-
-    def _pause_and_init(self, init_info: dict[str, Any]) -> None:
-        self._pause()
-        self._client.init_transfer_engine(init_info)
 
     def _wake_weights(self) -> None:
         self._client.call("wake_up", tags=["weights"])
@@ -124,11 +152,13 @@ class PausingClient:
 
     def _resume(self) -> None:
         self._client.call("resume")
+        if self._paused_at is not None:
+            self.paused_s, self._paused_at = time.monotonic() - self._paused_at, None
 
 
-def _take_all(*steps: Callable[[], None]) -> None:
+def _take_all(*steps: Callable[[], None], first: BaseException | None = None) -> None:
     """Take every step, whatever became of those before it; then raise what went wrong, an interrupt first of all."""
-    errors: list[BaseException] = []
+    errors = [] if first is None else [first]
     for step in steps:
         try:
             step()

@@ -1,4 +1,4 @@
-"""One POST to many servers at the same time, each with its own answer. The only module that needs httpx.
+"""One request to many servers at the same time, each with its own answer. The only module that needs httpx.
 
 Every request gets a connection of its own. One that was kept open may have been closed by the server meanwhile, and
 then nobody can say whether the request took effect; a connection that could not be made leaves no such doubt.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import httpx
 
@@ -21,7 +21,6 @@ __all__ = ["Poster", "Query", "Request"]
 
 Query = Mapping[str, str | int | bool | Sequence[str]]
 
-_READ_BYTES: Final = 64 << 10
 _RETRY_S: Final = 0.1
 
 
@@ -36,6 +35,10 @@ class Request:
         timeout_s: from the first try to connect to the end of the answer.
         hidden: words that no error may show, though a server may say them.
         fail_fast: leave the other servers alone, whatever they are at, as soon as one has failed.
+        method: POST, or GET.
+        read_bytes: how much of an answer is read.
+        judge: says what went wrong by what a server says that answered 2xx; nothing if it is empty.
+        then: sent next to each server that did this; its answer is the one that counts.
     """
 
     path: str
@@ -44,6 +47,10 @@ class Request:
     timeout_s: float
     hidden: tuple[str, ...] = field(repr=False)
     fail_fast: bool = False
+    method: Literal["POST", "GET"] = "POST"
+    read_bytes: int = 64 << 10
+    judge: Callable[[bytes], str] | None = field(default=None, repr=False)
+    then: Request | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +99,39 @@ class Poster:
         said = b""
         try:
             async with asyncio.timeout(request.timeout_s):
-                error, said = await self._try(client, url, request.body)
+                error, said = await self._try(client, url, request)
         except TimeoutError:
             error = f"no answer within {request.timeout_s:g} s"
         except httpx.HTTPError as err:
             error = f"{type(err).__name__}: {err}"
+        if not error and request.judge is not None:
+            error = request.judge(said)
+        if not error and request.then is not None:
+            return await self._ask(client, server, request.then)
         for word in request.hidden:
             error = error.replace(word, "[hidden]")
         return Answer(server, shortened(error), said)
 
-    async def _try(self, client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> tuple[str, bytes]:
+    async def _try(self, client: httpx.AsyncClient, url: httpx.URL, request: Request) -> tuple[str, bytes]:
         """Send it once, however often it takes to connect: until then the server has seen nothing of it."""
         deadline = Deadline(self.connect_timeout_s)
         while True:
             try:
-                return await _exchange(client, url, body)
+                return await _exchange(client, url, request)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 if deadline.remaining_s < _RETRY_S:
                     raise
             await asyncio.sleep(_RETRY_S)
 
 
-async def _exchange(client: httpx.AsyncClient, url: httpx.URL, body: bytes) -> tuple[str, bytes]:
+async def _exchange(client: httpx.AsyncClient, url: httpx.URL, request: Request) -> tuple[str, bytes]:
     """Return the error that the answer is, empty for a 2xx, and what that said. Reads no more of it than it needs."""
-    said = b""
-    async with client.stream("POST", url, content=body) as response:
+    said = bytearray()
+    async with client.stream(request.method, url, content=request.body) as response:
         async for piece in response.aiter_raw():  # raw: nothing is decompressed
             said += piece
-            if len(said) >= _READ_BYTES:
+            if len(said) >= request.read_bytes:
                 break
     if response.is_success:
-        return "", said
+        return "", bytes(said)
     return f"status {response.status_code}: {said.decode('utf-8', 'replace')}", b""

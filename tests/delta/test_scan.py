@@ -133,6 +133,16 @@ def test_contiguous_tensors_share_a_group_per_word_width() -> None:
     assert (plain._plans[everything].batches, plain._plans[everything].alone) == ((), everything)
 
 
+def test_a_prepared_scan_has_its_tables_on_the_device() -> None:
+    """The first scan of these places uploads nothing: that could wait for every kernel."""
+    tensors = tensors_on("cpu")
+    scanner = Scanner(memories_of(tensors), backend="torch")
+    scanner.prepare(range(len(tensors)))
+    groups = [group for batch in scanner._plans[tuple(range(len(tensors)))].batches for group in batch.groups]
+    assert len(groups) == 4
+    assert not any(group.table._stale.any() for group in groups)
+
+
 def test_a_turn_of_rolling_audits_beside_whole_ones_keeps_every_group() -> None:
     """All and each slice recur: their groups are made once."""
     tensors = tensors_on("cpu")

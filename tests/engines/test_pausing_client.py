@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 
 from deltacast.delta.errors import InputError, RoundAbortedError, StateError, TransportError
 from deltacast.delta.module_source import ModuleSource
-from deltacast.engines.base import Client
+from deltacast.engines.base import Client, Pausing
 from deltacast.engines.clients import HttpClient, InProcessClient, PausingClient
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
 from engine_processes import Policy, weights_of
-from engine_setups import info, trainer_of
+from engine_setups import in_process, info, trainer_of
 from http_workers import TOKEN, http_workers
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,6 +93,44 @@ def test_a_seed_at_init_is_within_a_pause() -> None:
     with trainer_of(Policy(0), client, 1):
         assert engine.calls == [("pause wait", None), ("resume", 0)]
     engine.shutdown()
+
+
+def test_a_report_says_for_how_long_an_engine_was_paused() -> None:
+    """At least as long as the engine knows of, and no longer than the call; nothing with a client that cannot pause."""
+
+    class Timed(Engine):
+        def _note(self, call: str) -> None:
+            super()._note(call)
+            at[call] = time.monotonic()
+
+    at: dict[str, float] = {}
+    policy, engine = Policy(0), Timed(Policy(0))
+    client = PausingClient(InProcessClient([engine]))
+    assert client.paused_s is None
+    with trainer_of(policy, client, 1) as trainer:
+        started = time.monotonic()
+        report = trainer.send_weights()
+        took_s, paused_s = time.monotonic() - started, report.times.paused_s
+    assert paused_s is not None
+    assert at["resume"] - at["pause keep"] <= paused_s <= took_s
+    assert report.line().endswith(f"paused {paused_s * 1e3:.0f} ms")
+    with in_process(Policy(0)) as (_, plain), trainer_of(policy, plain, 1) as trainer:
+        assert trainer.send_weights().times.paused_s is None
+    engine.shutdown()
+
+
+def test_within_a_pause_there_is_no_other() -> None:
+    """A handshake in `paused`, as a trainer has it, is one pause; it ends whatever fails in it, and both are told."""
+    engine = Engine(Policy(0))
+    client = PausingClient(InProcessClient([engine]))
+    assert isinstance(client, Pausing)
+    with pytest.raises(InputError, match="bad worker init info"), client.paused():
+        client.init_transfer_engine({"host": "nobody"})
+    assert engine.heard() == ["pause keep", "resume"]
+    engine.failing = {"resume"}
+    with pytest.raises(TransportError, match="what was done; then: cannot resume"), client.paused():
+        raise StateError("what was done")
+    assert engine.heard() == ["pause keep", "resume"]
 
 
 def test_an_engine_that_fails_at_init_is_resumed() -> None:
@@ -178,7 +217,7 @@ def test_an_error_at_resume_does_not_hide_the_one_before() -> None:
 
 @pytest.mark.parametrize("at", ["start", "finish", "source"])
 def test_it_resumes_after_an_interrupt(at: str) -> None:
-    """Ctrl-C in the middle of a call, or of the trainer's own work: the engine resumes, the interrupt is what comes."""
+    """Ctrl-C in the middle of a call, or of the trainer's own work: the engine runs, the interrupt is what comes."""
 
     class Interrupted(InProcessClient):
         def start_weight_update(self) -> None:
@@ -206,7 +245,8 @@ def test_it_resumes_after_an_interrupt(at: str) -> None:
         armed = True
         with pytest.raises(KeyboardInterrupt):
             trainer.send_weights()
-        assert engine.heard() == ["pause keep", "start", "finish", "resume"]
+        paused = ["pause keep", "start", "finish", "resume"]
+        assert engine.heard() == ([] if at == "source" else paused)  # nobody is paused for the diff
         armed = False
         assert trainer.send_weights().committed
     finally:

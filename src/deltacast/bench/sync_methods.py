@@ -181,7 +181,9 @@ class Ours(Way):
             raise VerificationError("a worker is not verified", found=report.line())
         if report.wire != self.method:
             raise StateError("the engine took another wire", expected=self.method, found=report.wire)
-        stages_s = {name.removesuffix("_s"): value for name, value in asdict(report.times).items() if name != "total_s"}
+        stages = asdict(report.times)
+        del stages["total_s"], stages["paused_s"]  # of the client's calls too
+        stages_s = {name.removesuffix("_s"): value for name, value in stages.items()}
         worker_bytes = max(worker.buffer_bytes for worker in report.workers)
         return Sample(wall_s, stages_s, report.sent_bytes, report.density, (report.buffer_bytes, worker_bytes))
 

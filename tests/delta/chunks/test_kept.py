@@ -100,6 +100,18 @@ def test_a_kept_round_is_the_update_that_a_diff_makes(share: float, home: str, d
 
 
 @PLACES
+def test_what_keeping_takes_is_known_before(home: str, device: str) -> None:
+    """Bytes of the tensors that are kept, added up; none for a round without changes."""
+    weights = every_dtype()
+    sender = sender_of(baseline(weights, home), weights, device)
+    for share in (0.0, 0.01):
+        kept = send(sender, stepped(weights, 1, share))
+        tensors = [t for chunk in kept.chunks for t in (chunk.counts, chunk.offsets, chunk.values, chunk.old)]
+        assert sender.kept_bytes == sum(tensor.nbytes for tensor in tensors)
+        assert bool(tensors) == (share > 0)
+
+
+@PLACES
 def test_a_kept_round_stays_what_it_was_when_the_next_ones_are_sent(home: str, device: str) -> None:
     """Three rounds are kept before any is looked at; each applies, through a container, to the weights before it."""
     weights = [every_dtype()]

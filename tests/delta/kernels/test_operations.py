@@ -23,6 +23,7 @@ from deltacast.delta.kernels import (
     ParamGroup,
     RawChunk,
     UndoLog,
+    advance_group,
     apply_group,
     audit_group,
     available,
@@ -259,6 +260,7 @@ def test_a_hostile_chunk_is_named_and_writes_nothing(
     for chunk in (bad, good):
         undo = UndoLog(chunk.arena)
         undo.applied.fill_(1)
+        undo.reset()
         apply_group(case.group, chunk, undo, sums=sums, fault=fault, backend=backend)
         undo.values.fill_(77)
         undo_group(case.group, undo, backend=backend)
@@ -295,7 +297,7 @@ def test_apply_of_a_diff_gives_the_new_bits(
     case = make_case("cpu", NAME_OF_WIDTH[word_bytes], [(size,) for size in sizes], share, seed=seed)
     chunk, _ = run_diff(case, "torch")
     sums = torch.zeros(2, case.group.num_params, dtype=torch.int64)
-    apply_group(case.group, chunk, None, sums=sums, fault=faults(case.group))
+    apply_group(case.group, chunk, UndoLog(chunk.arena), sums=sums, fault=faults(case.group))
     assert words_of(case.base) == [words.tolist() for words in case.new]
 
 
@@ -365,7 +367,10 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
         lambda: diff_group(group, foreign, sums=sums3, scratch=scratch),
         lambda: diff_group(group, Arena(longer, 10, 1).chunk(1, 1), sums=sums3, scratch=scratch),
         lambda: diff_group(blind, chunk, sums=sums3, scratch=scratch),
-        lambda: apply_group(group, open_chunk, None, sums=sums2, fault=fault),
+        lambda: apply_group(group, open_chunk, UndoLog(open_chunk.arena), sums=sums2, fault=fault),
+        lambda: advance_group(group, [open_chunk]),
+        lambda: advance_group(group, [chunk, chunk]),
+        lambda: advance_group(group, []),
         lambda: apply_group(group, chunk, UndoLog(foreign.arena), sums=sums2, fault=fault),
         lambda: apply_group(group, chunk, undo, sums=sums3, fault=fault),
         lambda: apply_group(group, chunk, undo, sums=sums2, fault=fault[:1]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from deltacast.delta.kernels import (
     ParamGroup,
     RawChunk,
     UndoLog,
+    advance_group,
     apply_group,
     diff_group,
     faults,
@@ -75,13 +76,15 @@ def contents(chunk: RawChunk) -> tuple[list[int], list[int], list[int]]:
     return chunk.counts.tolist(), unsigned(chunk.offsets), unsigned(chunk.values)
 
 
-def diff_round(weights: Weights, arena: Arena, backend: Backend) -> tuple[list[RawChunk], torch.Tensor]:
+def diff_round(
+    weights: Weights, arena: Arena, backend: Backend, ranges: Sequence[tuple[int, int]] = RANGES
+) -> tuple[list[RawChunk], torch.Tensor]:
     """Launch the diffs of all chunks before any total is read."""
     group = weights.group
     sums = torch.zeros(3, group.num_params, dtype=torch.int64, device=group.device)
-    scratch = masks(group, 3)
+    scratch = masks(group, max(num_blocks for _, num_blocks in ranges))
     arena.reset()
-    chunks = [arena.chunk(*blocks) for blocks in RANGES]
+    chunks = [arena.chunk(*blocks) for blocks in ranges]
     for chunk in chunks:
         diff_group(group, chunk, sums=sums, scratch=scratch, backend=backend)
     return chunks, sums
@@ -221,6 +224,7 @@ def test_a_hostile_chunk_ends_the_round_and_undo_takes_the_others_back(
     undo, fault, chunks = UndoLog(arena), faults(group), sent(weights, backend)
     undo.applied.fill_(poison)
     undo.values.fill_(77)
+    undo.reset()
     sums = torch.zeros(2, group.num_params, dtype=torch.int64, device=device)
     for chunk in chunks:
         got = receive(arena, chunk)
@@ -248,15 +252,44 @@ def test_a_chunk_without_changes_or_without_blocks_is_applied_and_undone(place: 
     assert sums.tolist() == [[0] * 4] * 2
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+@pytest.mark.parametrize("share", [0.0, 0.02])
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 9])
+def test_a_round_of_our_own_is_written_at_once(place: Place, dtype: str, share: float, size: int) -> None:
+    """Whatever size its chunks have, round after round."""
+    device, backend = place
+    weights = Weights(device, dtype, share)
+    arena = Arena(weights.group, 20000, 6)
+    ranges = [(first, min(size, 6 - first)) for first in range(0, 6, size)]
+    for _ in range(2):
+        chunks, _ = diff_round(weights, arena, backend, ranges)
+        settle(arena, chunks)
+        advance_group(weights.group, chunks, backend=backend)
+        assert weights.holds(weights.new)
+
+
+def test_only_a_whole_round_of_even_chunks_is_written_at_once() -> None:
+    """Chunks of several sizes, some of them, and another order are refused before anything is written."""
+    weights = Weights("cpu")
+    arena = Arena(weights.group, 20000, 6)
+    chunks, _ = diff_round(weights, arena, "torch", [(0, 2), (2, 2), (4, 2)])
+    settle(arena, chunks)
+    uneven = sent(weights, "torch")
+    for some in (uneven, chunks[:2], chunks[1:], chunks[::-1], []):
+        with pytest.raises(InputError, match="whole round"):
+            advance_group(weights.group, some)
+    assert weights.holds(weights.old)
+
+
 def test_one_read_brings_sums_totals_and_faults(place: Place) -> None:
     """Sums and fault record may be views of one buffer."""
     device, backend = place
     weights = Weights(device)
     group, chunks = weights.group, sent(weights, backend)
     record = torch.zeros(9, dtype=torch.int64, device=device)
-    fault = record[8:].view(torch.int32).fill_(NO_FAULT)
+    fault, undo = record[8:].view(torch.int32).fill_(NO_FAULT), UndoLog(chunks[0].arena)
     for chunk in chunks:
-        apply_group(group, chunk, None, sums=record[:8].view(2, 4), fault=fault, backend=backend)
+        apply_group(group, chunk, undo, sums=record[:8].view(2, 4), fault=fault, backend=backend)
     old_sums, new_sums = np.array_split(np.array(record.tolist()[:8]), 2)
     moved = [words_fingerprint(b) - words_fingerprint(a) for a, b in zip(weights.old, weights.new, strict=True)]
     assert [int(by) % (1 << 64) for by in new_sums - old_sums] == [by % (1 << 64) for by in moved]
