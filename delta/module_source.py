@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -35,55 +36,40 @@ _WRAPPERS: Final = {
 """Wrapper class -> attribute that holds the wrapped module. By class name, so that nothing is imported for it."""
 
 _WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PLAIN: Final = frozenset({torch.Tensor, nn.Parameter})
+_MARKS: Final = frozenset({"_is_flat_param", "ds_shape"})
+"""Attributes by which FSDP1 and DeepSpeed mark parameters that `_local` must look at."""
+
 _GATHER_HINT: Final = (
     "Gather it first (DTensor.full_tensor, FSDP full state dict, GatheredParameters) and pass a StateDictSource."
 )
 
+_Registered: TypeAlias = tuple[str, Mapping[str, Any], str, torch.Tensor]
+"""One registered tensor: its name without wrappers, the live dict that holds it, its key there, the tensor."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """One registered tensor: its name, and the live dict that holds it under `key`."""
+class _Listed:
+    """A tensor that travels, or is tied to one that does: where it is held, and what it was in the last walk."""
 
-    name: str
     holder: Mapping[str, Any]
     key: str
-
-    def now(self) -> tuple[torch.Tensor, Hashable]:
-        """Return the tensor as it is now (detached, plain, whole), and its place.
-
-        The place is what two names must share to be tied: the very same elements in the very same order.
-        """
-        try:
-            raw = self.holder[self.key]
-        except KeyError:
-            raw = None
-        if not isinstance(raw, torch.Tensor):
-            raise TableError("a parameter is gone since the source was listed", parameter=self.name)
-        tensor = raw.detach() if _is_plain(raw) else _local(self.name, raw)
-        storage = tensor.untyped_storage().data_ptr() if not tensor.is_meta else 0
-        if storage == 0:  # meta and zero-size tensors have no address: only the same object is the same
-            return tensor, id(raw)
-        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        return tensor, (tensor.device, storage, *layout, tensor.is_conj(), tensor.is_neg())
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One tensor that travels: every name it has, and the dtypes it has here and on the wire."""
-
     meta: ParamMeta
-    names: tuple[_Found, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
 
+    def fits(self, holder: Mapping[str, Any], key: str, tensor: torch.Tensor) -> bool:
+        """Tell whether all of this is still so; the rest follows from the name, the dtype and the shape."""
+        return (
+            holder is self.holder and key == self.key and tensor.dtype == self.dtype and tensor.shape == self.meta.shape
+        )
 
-@dataclass(slots=True)
-class _Plan:
-    """One walk over the model."""
-
-    parameters: list[_Parameter] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    not_covered: list[str] = field(default_factory=list)
+    def now(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is registered now, as it is and whole."""
+        raw = self.holder.get(self.key)
+        if not isinstance(raw, torch.Tensor):
+            raise TableError("a parameter is gone since the source was listed", parameter=self.meta.name)
+        return raw, _whole(self.meta.name, raw)
 
 
 class _TorchSource(ABC):
@@ -99,23 +85,26 @@ class _TorchSource(ABC):
         self._include, self._exclude = tuple(include), tuple(exclude)
         self._serving_dtype = serving_dtype or ServingDType()
         self._serving_names = frozenset(serving_names)
-        self._tied: list[tuple[str, str]] = []
-        """(prefix, key) of what the model itself says that checkpoints leave out."""
-        self._plan = _Plan()
+        self._listed: dict[str, _Listed] = {}
+        """By name, as of the last walk. Kept because every round walks: what still fits is not made anew."""
+        self._groups: list[list[_Listed]] = []
+        """Tied tensors together, the one that travels first."""
+        self._preferred: dict[tuple[str, ...], str] = {}
+        """Names of tied tensors -> the one that travels. Kept because asking every module costs another walk."""
         self.metas()
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """Names of tied tensors that do not travel -> the name that does, as of the last `metas()`."""
-        return dict(self._plan.aliases)
+        return {other.meta.name: first.meta.name for first, *others in self._groups for other in others}
 
     @property
     def not_covered(self) -> tuple[str, ...]:
-        """What is held but not sent, by name, as of the last `metas()`."""
-        return tuple(self._plan.not_covered)
+        """What is held but not sent, by name, as of now."""
+        return (*self._unsendable(), *(name for name, *_ in self._walk() if not self._selects(name)))
 
     def metas(self) -> list[ParamMeta]:
-        """Walk the model again and list what travels; `tensors`, `aliases`, `not_covered` answer for this walk.
+        """Walk the model again and list what travels; `tensors` and `aliases` answer for this walk.
 
         Works on meta tensors too. No collective, no device synchronisation.
 
@@ -124,31 +113,24 @@ class _TorchSource(ABC):
             InputError: a parameter is sharded, not initialised, or a wrapper tensor subclass.
             DTypeError: a dtype without addressable bits.
         """
-        plan = _Plan()
-        groups: dict[Hashable, list[_Found]] = {}
-        names: set[str] = set()
-        kinds: dict[str, tuple[torch.Size, torch.dtype, torch.dtype]] = {}
-        for found in self._walk(plan.not_covered):
-            name = found.name
-            if name in names:
+        listed: dict[str, _Listed] = {}
+        groups: dict[Hashable, list[_Listed]] = {}
+        for name, holder, key, raw in self._walk():
+            if name in listed:
                 raise TableError("two parameters have one name once wrappers are stripped", parameter=name)
-            names.add(name)
-            if (self._include and not matches_any(name, self._include)) or matches_any(name, self._exclude):
-                plan.not_covered.append(name)
+            entry = self._listed.get(name)
+            if entry is None and not self._selects(name):
                 continue
-            tensor, place = found.now()
-            wire = self._serving_dtype.of(name, tensor.dtype)
-            kinds[name] = tensor.shape, tensor.dtype, wire
-            groups.setdefault((place, wire), []).append(found)
-        for group in groups.values():
-            first = self._preferred(group)
-            shape, dtype, wire = kinds[first.name]
-            meta = ParamMeta(first.name, dtype_of(wire).name, tuple(shape))
-            others = [found for found in group if found is not first]
-            plan.parameters.append(_Parameter(meta, (first, *others), dtype, wire))
-            plan.aliases.update({found.name: first.name for found in others})
-        self._plan = plan
-        return [parameter.meta for parameter in plan.parameters]
+            tensor = _whole(name, raw)
+            if entry is None or not entry.fits(holder, key, tensor):
+                wire = self._serving_dtype.of(name, tensor.dtype)
+                meta = ParamMeta(name, dtype_of(wire).name, tuple(tensor.shape))
+                entry = _Listed(holder, key, meta, tensor.dtype, wire)
+            listed[name] = entry
+            groups.setdefault((_place(raw, tensor), entry.wire_dtype), []).append(entry)
+        self._groups = [group if len(group) == 1 else self._by_preference(group) for group in groups.values()]
+        self._listed = listed
+        return [group[0].meta for group in self._groups]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter as it is now: detached, any layout, cast one at a time.
@@ -159,33 +141,43 @@ class _TorchSource(ABC):
             TableError: since `metas()` a parameter was removed or changed its dtype, or tied ones were untied.
         """
         hint = "Call metas() again and agree on the new table."
-        for parameter in self._plan.parameters:
-            meta, (first, *others) = parameter.meta, parameter.names
-            tensor, place = first.now()
-            if tensor.dtype != parameter.dtype:
-                raise TableError("a parameter changed its dtype", parameter=meta.name, expected=parameter.dtype,
+        for first, *others in self._groups:
+            name, (raw, tensor) = first.meta.name, first.now()
+            if tensor.dtype != first.dtype:
+                raise TableError("a parameter changed its dtype", parameter=name, expected=first.dtype,
                                  found=tensor.dtype, hint=hint)  # fmt: skip
             for other in others:
-                if other.now()[1] != place:
-                    raise TableError(f"{other.name!r} is no longer tied to it", parameter=meta.name, hint=hint)
-            yield meta.name, tensor.to(parameter.wire_dtype)
+                if _place(*other.now()) != _place(raw, tensor):
+                    raise TableError(f"{other.meta.name!r} is no longer tied to it", parameter=name, hint=hint)
+            tensor = tensor.detach()
+            yield name, tensor if tensor.dtype == first.wire_dtype else tensor.to(first.wire_dtype)
 
-    def _preferred(self, group: list[_Found]) -> _Found:
-        if len(group) == 1:
-            return group[0]
-        served = [found for found in group if found.name in self._serving_names]
-        return (served or [found for found in group if not self._is_alias(found.name)] or group)[0]
+    def _selects(self, name: str) -> bool:
+        return (not self._include or matches_any(name, self._include)) and not matches_any(name, self._exclude)
+
+    def _by_preference(self, group: list[_Listed]) -> list[_Listed]:
+        names = tuple(entry.meta.name for entry in group)
+        if names not in self._preferred:
+            self._preferred[names] = self._preferred_of(names)
+        first = self._preferred[names]
+        return sorted(group, key=lambda entry: entry.meta.name != first)
+
+    def _preferred_of(self, names: tuple[str, ...]) -> str:
+        served = [name for name in names if name in self._serving_names]
+        tied = list(self._tied())
+        return (served or [name for name in names if not _is_alias(name, tied)] or names)[0]
 
     @abstractmethod
-    def _walk(self, not_covered: list[str]) -> Iterator[_Found]:
-        """Yield every registered tensor under its stripped name; append what cannot travel to `not_covered`."""
+    def _walk(self) -> Iterator[_Registered]:
+        """Yield every registered tensor."""
 
-    def _is_alias(self, name: str) -> bool:
-        # a key is a name in older transformers and a pattern in newer ones, always relative to the model's prefix
-        return any(
-            name.startswith(prefix) and (name[len(prefix) :] == key or _searches(key, name[len(prefix) :]))
-            for prefix, key in self._tied
-        )
+    @abstractmethod
+    def _unsendable(self) -> Iterator[str]:
+        """Yield the names of what is held and not registered as a tensor that could be sent."""
+
+    def _tied(self) -> Iterator[tuple[str, str]]:
+        """Yield (prefix, key) of what the model itself says that checkpoints leave out."""
+        yield from ()
 
 
 class ModuleSource(_TorchSource):
@@ -195,7 +187,7 @@ class ModuleSource(_TorchSource):
     FSDP, activation checkpointing, EMA); a submodule of yours that is called `module` keeps its name. A model
     whose `state_dict()` renames parameters needs a `StateDictSource`.
 
-    Tensors are tied when device, storage, offset, shape, strides and dtype are all equal. They travel once: under
+    Tensors are tied when device, address, shape, strides and dtype are all equal. They travel once: under
     the name in `serving_names`, else the one that Hugging Face's `_tied_weights_keys` does not call tied, else the
     first registered. Views of one storage that differ in any of these travel separately.
 
@@ -229,37 +221,37 @@ class ModuleSource(_TorchSource):
             prefix=prefix, include=include, exclude=exclude, serving_dtype=serving_dtype, serving_names=serving_names
         )
 
-    def _walk(self, not_covered: list[str]) -> Iterator[_Found]:
-        self._tied = []
-        yield from self._walk_module(self._module, self._prefix, not_covered, ())
+    def _walk(self) -> Iterator[_Registered]:
+        for prefix, module, wrapped in _modules(self._module, self._prefix):
+            if wrapped == "_fsdp_wrapped_module" and _is_sharded_fsdp(module):
+                raise InputError("FSDP1 keeps only shards", parameter=prefix or "the model", hint=_GATHER_HINT)
+            if wrapped is not None:
+                continue  # the wrapper's own tensors are no part of the model
+            state: dict[str, Any] = module.__dict__
+            parameters, buffers, hidden = state["_parameters"], state["_buffers"], state["_non_persistent_buffers_set"]
+            for key, tensor in parameters.items():
+                if tensor is not None:
+                    yield prefix + key, parameters, key, tensor
+            for key, tensor in buffers.items():
+                if tensor is not None and key not in hidden:
+                    yield prefix + key, buffers, key, tensor
 
-    def _walk_module(
-        self, module: nn.Module, prefix: str, not_covered: list[str], above: tuple[int, ...]
-    ) -> Iterator[_Found]:
-        if id(module) in above:
-            return  # a child that refers back to its parent would only add endless aliases
-        state: dict[str, Any] = module.__dict__
-        inner = _wrapped_attribute(module)
-        if inner == "_fsdp_wrapped_module" and _is_sharded_fsdp(module):
-            raise InputError("FSDP1 keeps only shards", parameter=prefix or "the model", hint=_GATHER_HINT)
-        buffers = [key for key, value in state["_buffers"].items() if value is not None]
-        own = [(state["_parameters"], key) for key, value in state["_parameters"].items() if value is not None]
-        own += [(state["_buffers"], key) for key in buffers if key not in state["_non_persistent_buffers_set"]]
-        not_covered += [prefix + key for key in buffers if key in state["_non_persistent_buffers_set"]]
-        not_covered += [prefix + key for key, value in state.items() if isinstance(value, torch.Tensor)]
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            not_covered.append(f"{prefix}_extra_state")
-        keys = getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None)
-        self._tied += [(prefix, key) for key in keys or () if inner is None]
-        for holder, key in own:
-            if inner is None:
-                yield _Found(prefix + key, holder, key)
-            else:
-                not_covered.append(prefix + key)  # the wrapper's own, no part of the model
-        for key, child in state["_modules"].items():
-            if child is not None:
-                below = prefix if key == inner else f"{prefix}{key}."
-                yield from self._walk_module(child, below, not_covered, (*above, id(module)))
+    def _unsendable(self) -> Iterator[str]:
+        for prefix, module, wrapped in _modules(self._module, self._prefix):
+            state: dict[str, Any] = module.__dict__
+            parameters, buffers, hidden = state["_parameters"], state["_buffers"], state["_non_persistent_buffers_set"]
+            unsent = hidden if wrapped is None else {*parameters, *buffers}
+            own = (*parameters.items(), *buffers.items())
+            yield from (prefix + key for key, tensor in own if tensor is not None and key in unsent)
+            yield from (prefix + key for key, value in state.items() if isinstance(value, torch.Tensor))
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{prefix}_extra_state"
+
+    def _tied(self) -> Iterator[tuple[str, str]]:
+        for prefix, module, wrapped in _modules(self._module, self._prefix):
+            if wrapped is None:
+                keys = getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None)
+                yield from ((prefix, key) for key in keys or ())
 
 
 class StateDictSource(_TorchSource):
@@ -296,18 +288,39 @@ class StateDictSource(_TorchSource):
             prefix=prefix, include=include, exclude=exclude, serving_dtype=serving_dtype, serving_names=serving_names
         )
 
-    def _walk(self, not_covered: list[str]) -> Iterator[_Found]:
+    def _walk(self) -> Iterator[_Registered]:
         for key, value in self._state_dict.items():
-            name = ".".join(part for part in key.split(".") if part not in _WRAPPER_PARTS)
-            name = self._prefix + name.removeprefix(self._strip_prefix)
             if isinstance(value, torch.Tensor):
-                yield _Found(name, self._state_dict, key)
-            else:
-                not_covered.append(name)
+                yield self._name(key), self._state_dict, key, value
+
+    def _unsendable(self) -> Iterator[str]:
+        yield from (self._name(key) for key, value in self._state_dict.items() if not isinstance(value, torch.Tensor))
+
+    def _name(self, key: str) -> str:
+        name = ".".join(part for part in key.split(".") if part not in _WRAPPER_PARTS)
+        return self._prefix + name.removeprefix(self._strip_prefix)
 
 
-def _wrapped_attribute(module: nn.Module) -> str | None:
-    for cls in type(module).__mro__:
+def _modules(
+    module: nn.Module, prefix: str, above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yield a module and all below it: prefix of its names, module, and the wrapped attribute if it is a wrapper."""
+    if id(module) in above:
+        return  # a child that refers back to its parent would only add endless aliases
+    module_class: type = type(module)
+    wrapped = _wrapped_attribute(module_class)
+    yield prefix, module, wrapped
+    children = module.__dict__["_modules"]
+    if children:
+        above = (*above, id(module))
+    for key, child in children.items():
+        if child is not None:
+            yield from _modules(child, prefix if key == wrapped else f"{prefix}{key}.", above)
+
+
+@lru_cache(maxsize=256)
+def _wrapped_attribute(module_class: type) -> str | None:
+    for cls in module_class.__mro__:
         attribute = _WRAPPERS.get(f"{cls.__module__}.{cls.__qualname__}")
         if attribute is not None:
             return attribute
@@ -318,6 +331,14 @@ def _is_sharded_fsdp(module: nn.Module) -> bool:
     return getattr(getattr(module, "sharding_strategy", None), "name", "") != "NO_SHARD"
 
 
+def _is_alias(name: str, tied: list[tuple[str, str]]) -> bool:
+    # a key is a name in older transformers and a pattern in newer ones, always relative to the model's prefix
+    return any(
+        name.startswith(prefix) and (name[len(prefix) :] == key or _searches(key, name[len(prefix) :]))
+        for prefix, key in tied
+    )
+
+
 def _searches(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
@@ -325,17 +346,22 @@ def _searches(pattern: str, name: str) -> bool:
         return False
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in {torch.Tensor, nn.Parameter}
-        and tensor.layout == torch.strided
-        and not getattr(tensor, "_is_flat_param", False)
-        and getattr(tensor, "ds_shape", tensor.shape) == tensor.shape
-    )
+def _place(raw: torch.Tensor, tensor: torch.Tensor) -> Hashable:
+    """Return what two names must share to be tied: the very same elements in the very same order."""
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    if address == 0:  # meta and zero-size tensors have none: only the same object is the same
+        return id(raw)
+    layout = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return address, layout
+
+
+def _whole(name: str, raw: torch.Tensor) -> torch.Tensor:
+    """Return a parameter as a plain tensor that holds all of it, or refuse it by name."""
+    is_plain = type(raw) in _PLAIN and raw.layout == torch.strided and _MARKS.isdisjoint(raw.__dict__)
+    return raw if is_plain else _local(name, raw)
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a parameter as a plain tensor that holds all of it, or refuse it by name."""
     if is_lazy(tensor):
         raise InputError("a lazy parameter is not initialised", parameter=name, hint="Run a forward pass first.")
     if getattr(tensor, "_is_flat_param", False):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Final, SupportsIndex, TypeVar
 
@@ -310,6 +310,8 @@ class Finish(Message):
 _KINDS: Final[dict[str, type[Message]]] = {
     cls.kind: cls for cls in (Hello, Welcome, Form, Formed, Propose, Ready, Chunk, End, Verdict, Decision, Ack, Finish)
 }
+_FIELDS: Final = {cls: {item.name: str(item.type) for item in fields(cls)} for cls in _KINDS.values()}
+"""Kind of message -> its fields' names and annotations."""
 _PARSERS: Final[dict[str, type | tuple[type, type]]] = {
     "str": str,
     "int": int,
@@ -323,7 +325,9 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 def encode_message(message: Message) -> bytes:
     """Write a message as JSON, with the protocol's version."""
-    body = asdict(message)
+    body = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+    key = message.key
+    body["key"] = {"epoch": key.epoch, "generation": key.generation, "round": key.round}
     return json.dumps({"protocol": PROTOCOL_VERSION, "kind": message.kind, **body}, separators=(",", ":")).encode()
 
 
@@ -346,9 +350,9 @@ def decode_message(raw: bytes) -> Message:
     if cls is None:
         raise ProtocolError("unknown message kind", found=repr(body.get("kind")))
     values: dict[str, Any] = {"key": _round_key(body.get("key"))}
-    for item in fields(cls):
-        if item.name != "key":
-            values[item.name] = _checked(cls, item.name, str(item.type), body.get(item.name))
+    for name, annotation in _FIELDS[cls].items():
+        if name != "key":
+            values[name] = _checked(cls, name, annotation, body.get(name))
     return cls(**values)
 
 

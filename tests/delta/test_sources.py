@@ -238,6 +238,130 @@ def test_a_parameter_that_vanishes_is_an_error() -> None:
     assert _names(source) == ["weight"]
 
 
+# --- a model that changes between walks -------------------------------------------------------------------------
+
+
+def _changing() -> Any:
+    module: Any = nn.Module()
+    module.embed, module.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+    module.mlp = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    module.head.weight = module.embed.weight
+    return module
+
+
+def _dtype(module: Any) -> None:
+    module.mlp[0].weight.data = module.mlp[0].weight.data.double()
+
+
+def _shape(module: Any) -> None:
+    module.mlp[0].weight.data = torch.randn(8, 3)
+
+
+def _strides(module: Any) -> None:
+    module.embed.weight.data = module.embed.weight.data.t()
+
+
+def _replaced_parameter(module: Any) -> None:
+    module.mlp[0].weight = nn.Parameter(torch.randn(6, 4))
+
+
+def _replaced_module(module: Any) -> None:
+    module.mlp[0] = nn.Linear(4, 6)
+
+
+def _replaced_buffer(module: Any) -> None:
+    module.mlp[1].running_mean = torch.full((6,), 9.0)
+
+
+def _added(module: Any) -> None:
+    module.mlp.append(nn.Linear(6, 1))
+
+
+def _removed(module: Any) -> None:
+    module.mlp[0].bias = None
+
+
+def _untied(module: Any) -> None:
+    module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
+
+
+def _untied_in_place(module: Any) -> None:
+    module.head.weight = nn.Parameter(module.embed.weight.detach())
+    module.head.weight.data = module.head.weight.data.t()
+
+
+def _hidden(module: Any) -> None:
+    module.mlp[1].register_buffer("running_var", torch.ones(6), persistent=False)
+
+
+def _wrapped(module: Any) -> None:
+    module.mlp = nn.DataParallel(module.mlp)
+
+
+def _reordered(module: Any) -> None:
+    module.embed = module._modules.pop("embed")
+
+
+_CHANGES = [_dtype, _shape, _strides, _replaced_parameter, _replaced_module, _replaced_buffer, _added, _removed,
+            _untied, _untied_in_place, _hidden, _wrapped, _reordered]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("serving_dtype", [None, ServingDType("bfloat16")], ids=["as it is", "bf16"])
+def test_a_second_walk_sees_what_changed_since_the_first(change: Any, serving_dtype: ServingDType | None) -> None:
+    """What a walk keeps of the one before is no more than a first walk over the changed model would find."""
+    module = _changing()
+    source = ModuleSource(module, serving_dtype=serving_dtype)
+    change(module)
+    again, fresh = source.metas(), ModuleSource(module, serving_dtype=serving_dtype)
+    assert again == fresh.metas()
+    assert (source.aliases, source.not_covered) == (fresh.aliases, fresh.not_covered)
+    held = _held(source)
+    stock = {key.replace("mlp.module", "mlp"): tensor for key, tensor in module.state_dict().items()}
+    assert {*held, *source.aliases} == stock.keys()
+    for name, tensor in stock.items():
+        sent = held[source.aliases.get(name, name)]
+        assert torch.equal(words(sent), words(tensor.to(sent.dtype))), name
+
+
+def test_a_walk_over_the_same_model_makes_nothing_anew() -> None:
+    module = _changing()
+    source = ModuleSource(module)
+    first = source.metas()
+    with torch.no_grad():
+        module.embed.weight.mul_(2)
+    _replaced_module(module)  # elsewhere in memory, but of the same name, dtype and shape
+    second = source.metas()
+    same = [a is b for a, b in zip(first, second, strict=True)]
+    assert [meta.name for meta, is_same in zip(second, same, strict=True) if not is_same] == [
+        "mlp.0.weight",
+        "mlp.0.bias",
+    ]
+
+
+def test_a_parameter_that_lost_its_bits_since_the_first_walk_is_refused() -> None:
+    """ZeRO-3 takes a parameter's bits away in place, whenever it was listed."""
+    module = nn.Linear(2, 3)
+    source = ModuleSource(module)
+    weight: Any = module.weight
+    weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    for read in (source.metas, lambda: list(source.tensors())):
+        with pytest.raises(InputError, match="ZeRO-3") as info:
+            read()
+        assert info.value.parameter == "weight"
+
+
+def test_tied_tensors_whose_layout_parts_in_place_are_no_longer_tied() -> None:
+    """The same memory read in another order is another parameter."""
+    one = torch.randn(3, 3)
+    state = {"a": nn.Parameter(one), "b": nn.Parameter(one)}
+    source = StateDictSource(state)
+    assert source.aliases == {"b": "a"}
+    state["b"].data = one.t()
+    with pytest.raises(TableError, match="no longer tied"):
+        list(source.tensors())
+
+
 # --- ties -------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +497,14 @@ def test_a_wrappers_own_tensors_are_listed_and_not_sent() -> None:
     source = ModuleSource(averaged)
     assert _names(source) == ["weight", "bias"]
     assert source.not_covered == ("n_averaged",)
+
+    class Mine(nn.DataParallel[nn.Module]):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    source = ModuleSource(Mine(nn.Linear(1, 1)))
+    assert (_names(source), source.not_covered) == (["weight", "bias"], ("scale",))
 
 
 def test_checkpoint_wrappers_are_stripped() -> None:
