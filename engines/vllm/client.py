@@ -1,21 +1,34 @@
-"""The trainer's way to vLLM servers: `HttpClient`, and what vLLM needs besides: labels, caches, no false resume."""
+"""The trainer's way to vLLM servers: `HttpClient`, and what vLLM needs besides: labels, caches, no false resume.
+
+vLLM answers 2xx to a call that came to nothing, since its workers must not raise; so every server is asked what it
+holds by the worker extension (extension.py), and that counts.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
-from deltacast.delta.errors import TransportError
-from deltacast.engines.clients.answers import Answer, require_all, shortened
+from deltacast.delta.errors import CorruptionError, FormatError, TransportError
+from deltacast.engines.clients.answers import Answer, check_timeouts, require_all, shortened
 from deltacast.engines.clients.http import HttpClient
+from deltacast.engines.control import Deadline
 from deltacast.engines.vllm.extension import EXTENSION
+from deltacast.engines.vllm.server_digest import HeldPart
 
-__all__ = ["ServerStatus", "VllmClient"]
+if TYPE_CHECKING:
+    from deltacast.engines.clients.posting import Request
 
+__all__ = ["ServerParts", "ServerStatus", "VllmClient"]
+
+_PARTS_BYTES: Final = 1 << 30  # a row is about 150 bytes; a server of 8 ranks with 40,000 parameters says 50 MB
+_HEALTH_S: Final = 5.0
+_POLL_S: Final = 0.2
 _HINT: Final = f"Was it started with --worker-extension-cls {EXTENSION}?"
 
 
@@ -46,6 +59,23 @@ class ServerStatus:
         return version
 
 
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """What a server's ranks hold, by the fingerprints of their parts.
+
+    Attributes:
+        server: its URL.
+        num_ranks: workers that were asked.
+        version: that all of them are at; None if they are not, or came from no trainer.
+        parts: of all ranks; see `compare_parts`.
+    """
+
+    server: str
+    num_ranks: int
+    version: int | None
+    parts: tuple[HeldPart, ...]
+
+
 class VllmClient(HttpClient):
     """Call vLLM servers that run the backend `deltacast`; arguments as for `HttpClient`.
 
@@ -54,12 +84,26 @@ class VllmClient(HttpClient):
     cache is reset, and requests in flight are computed anew, so that nothing comes from older weights. A server that
     serves no whole version is not resumed. Put it into a `PausingClient`: between the decision and the new label, a
     server that is not paused generates with new weights under the old label.
+
+    Args:
+        servers: their URLs.
+        start_timeout_s: how long to wait, before the first call, for servers that are still starting; by default they
+            have to be there. Each is asked for its `/health` until it is well.
+        options: of `HttpClient`.
     """
 
+    def __init__(self, servers: Sequence[str], *, start_timeout_s: float | None = None, **options: Any) -> None:
+        super().__init__(servers, **options)
+        if start_timeout_s is not None:
+            check_timeouts(start_timeout_s=start_timeout_s)
+        self._start_timeout_s = start_timeout_s
+
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `Client`; labels what was sent. Errors as `call`; also a worker that was not admitted."""
-        super().init_transfer_engine(init_info)
-        require_all("the handshake", [Answer(status.server, status.error) for status in self.status()])
+        """See `Client`; labels what was sent. Errors as `call`; also, at once, a worker that was not admitted."""
+        nonce = secrets.token_hex(8)
+        asked = self._to_ranks("deltacast_status", nonce)
+        asked = replace(asked, judge=lambda said: _status_of(Answer("", "", said), nonce).error)
+        self._send(replace(self._to_init(init_info), then=asked))
         self.start_weight_update()
         self.finish_weight_update()
 
@@ -69,7 +113,7 @@ class VllmClient(HttpClient):
         for version, servers in _by_version(self.status()).items():
             body = {} if version is None else {"weight_version": str(version)}
             with suppress(TransportError):  # the others must finish too
-                self._post("finish_weight_update", body=body, servers=servers)
+                self._send(self._request("finish_weight_update", body=body), servers)
             answers += self.answers
         require_all("POST /finish_weight_update", answers)
         self.call("reset_prefix_cache", reset_running_requests=True)
@@ -88,7 +132,7 @@ class VllmClient(HttpClient):
         whole = [status.server for status in statuses if status.serves]
         if whole:
             with suppress(TransportError):
-                self._post(verb, query=arguments, servers=whole)
+                self._send(self._request(verb, query=arguments), whole)
             answers += self.answers
         require_all("POST /resume", answers)
 
@@ -96,8 +140,49 @@ class VllmClient(HttpClient):
         """Ask every server what it holds; one that cannot be asked has that as its `error`."""
         nonce = secrets.token_hex(8)
         with suppress(TransportError):  # each answer says what went wrong with it
-            self._post("collective_rpc", body={"method": "deltacast_status", "args": [nonce]})
+            self._send(self._to_ranks("deltacast_status", nonce))
         return tuple(_status_of(answer, nonce) for answer in self.answers)
+
+    def parts(self) -> tuple[ServerParts, ...]:
+        """Have every rank of every server scan what it holds. Blocks; nothing is generated there meanwhile.
+
+        Raises:
+            TransportError: as `call`; also a server whose ranks could not say it.
+            CorruptionError: a rank found that its running model holds other bits than it should.
+        """
+        nonce = secrets.token_hex(8)
+        asked = self._to_ranks("deltacast_parts", nonce, whole_update=True)
+        self._send(replace(asked, read_bytes=_PARTS_BYTES))
+        return tuple(_parts_of(answer, nonce) for answer in self.answers)
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Wait until every server answers its `/health` with 2xx.
+
+        Raises:
+            TransportError: some did not in time; they are named, with what they said last.
+        """
+        health = replace(self._request("health"), method="GET", body=b"", timeout_s=_HEALTH_S)
+        deadline = Deadline(timeout_s)
+        while True:
+            try:
+                super()._send(health)
+            except TransportError:
+                if deadline.remaining_s < _POLL_S:
+                    raise
+            else:
+                return
+            time.sleep(_POLL_S)
+
+    def _send(self, request: Request, servers: Sequence[str] | None = None) -> None:
+        if self._start_timeout_s is not None:
+            self.wait_until_healthy(self._start_timeout_s)
+            self._start_timeout_s = None
+        super()._send(request, servers)
+
+    def _to_ranks(self, method: str, nonce: str, *, whole_update: bool = False) -> Request:
+        """Make the request that has every rank answer a method of the worker extension."""
+        body = {"method": method, "args": [nonce]}
+        return replace(self._request("collective_rpc", body=body, whole_update=whole_update), fail_fast=False)
 
 
 def _by_version(statuses: Iterable[ServerStatus]) -> dict[int | None, list[str]]:
@@ -108,15 +193,45 @@ def _by_version(statuses: Iterable[ServerStatus]) -> dict[int | None, list[str]]
 
 
 def _status_of(answer: Answer, nonce: str) -> ServerStatus:
+    try:
+        ranks = _ranks_of(answer, nonce)
+    except TransportError as err:
+        return ServerStatus(answer.worker, (), str(err))
+    return ServerStatus(answer.worker, ranks, _errors_of(ranks))
+
+
+def _parts_of(answer: Answer, nonce: str) -> ServerParts:
+    ranks = _ranks_of(answer, nonce)
+    if error := _errors_of(ranks):
+        raise TransportError(f"{answer.worker}: {error}")
+    if damaged := _errors_of(ranks, "damaged"):
+        raise CorruptionError(f"{answer.worker}: {damaged}")
+    try:
+        parts = tuple(HeldPart.of(number, row) for number, rank in enumerate(ranks) for row in rank["parts"])
+    except (FormatError, KeyError, TypeError) as err:
+        raise TransportError(f"{answer.worker}: {err}", hint="Is deltacast there as new as here?") from err
+    versions = {rank.get("version") for rank in ranks}
+    return ServerParts(answer.worker, len(ranks), versions.pop() if len(versions) == 1 else None, parts)
+
+
+def _ranks_of(answer: Answer, nonce: str) -> tuple[dict[str, Any], ...]:
+    """Return what each rank said.
+
+    Raises:
+        TransportError: the call failed, the server has no such extension, or its ranks are out of step.
+    """
     if answer.error:
-        return ServerStatus(answer.worker, (), f"{answer.error}. {_HINT}")
+        raise TransportError(f"{answer.error}. {_HINT}")
     try:
         ranks = tuple(json.loads(answer.said)["results"])
         in_step = bool(ranks) and all(rank["nonce"] == nonce for rank in ranks)
-    except (ValueError, KeyError, TypeError):
-        said = shortened(answer.said.decode("utf-8", "replace"))
-        return ServerStatus(answer.worker, (), f"this is no status: {said}. {_HINT}")
+    except (ValueError, KeyError, TypeError) as err:
+        said = shortened(answer.said[:4096].decode("utf-8", "replace"))
+        raise TransportError(f"this is no status: {said}. {_HINT}") from err
     if not in_step:
-        return ServerStatus(answer.worker, (), "its ranks answer other questions than were asked: restart this server")
-    errors = [f"rank {place}: {rank['error']}" for place, rank in enumerate(ranks) if rank["error"]]
-    return ServerStatus(answer.worker, ranks, "; ".join(errors))
+        raise TransportError("its ranks answer other questions than were asked: restart this server")
+    return ranks
+
+
+def _errors_of(ranks: Iterable[dict[str, Any]], key: str = "error") -> str:
+    return "; ".join(f"rank {place}: {rank[key]}" for place, rank in enumerate(ranks) if rank.get(key))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from deltacast.delta.errors import StateError
+from deltacast.delta.fingerprint import format_sum
+
 __all__ = ["EXTENSION", "DeltacastExtension"]
 
 EXTENSION: Final = "deltacast.engines.vllm.extension.DeltacastExtension"
 """What to give to `--worker-extension-cls`."""
+
+_OTHER_BACKEND: Final = "this server's weight transfer backend is not deltacast"
 
 
 class DeltacastExtension:
@@ -23,6 +28,30 @@ class DeltacastExtension:
         """
         status = getattr(self.weight_transfer_engine, "status", None)
         if status is None:
-            error = "this server's weight transfer backend is not deltacast"
-            return {"nonce": nonce, "serves": False, "version": None, "error": error}
+            return {"nonce": nonce, "serves": False, "version": None, "error": _OTHER_BACKEND}
         return {"nonce": nonce, **status.as_dict()}
+
+    def deltacast_parts(self, nonce: str) -> dict[str, Any]:
+        """Scan what this worker holds now, and say its fingerprints (`DeltacastEngine.parts`); never raises either.
+
+        Nothing is generated meanwhile.
+
+        Args:
+            nonce: as in `deltacast_status`.
+
+        Returns:
+            `parts`: rows of name, shape, box and fingerprint (16 hex digits); `version`; and why there are none:
+            `damaged`, if the running model does not hold what this worker says, else `error`.
+        """
+        answer: dict[str, Any] = {"nonce": nonce, "version": None, "parts": [], "damaged": "", "error": ""}
+        engine = self.weight_transfer_engine
+        try:
+            if not hasattr(engine, "parts"):
+                return answer | {"error": _OTHER_BACKEND}
+            rows = [[name, list(shape), [list(edges) for edges in box], format_sum(fingerprint)]
+                    for name, shape, box, fingerprint in engine.parts()]  # fmt: skip
+            return answer | {"version": engine.status.version, "parts": rows}
+        except StateError as err:
+            return answer | {"damaged": str(err)}
+        except Exception as err:  # noqa: BLE001 - the boundary to vLLM's RPC
+            return answer | {"error": f"{type(err).__name__}: {err}"}

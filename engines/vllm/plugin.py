@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 __all__ = ["BACKEND", "register"]
@@ -13,17 +14,18 @@ BACKEND: Final = "deltacast"
 
 
 def register() -> None:
-    """Make the backend known to vLLM; does nothing where vLLM is absent, or where it is known already.
+    """Make the backend known to vLLM, on both sides; does nothing where vLLM is absent, or where it is known already.
 
-    Imports neither torch nor the engine: vLLM does, in the workers of a server that asks for this backend.
+    Imports neither torch nor the engines: vLLM does, in the workers of a server, or a trainer, that asks for one.
     """
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Workers
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory as Trainers
     except ModuleNotFoundError as err:
         if err.name is None or err.name.partition(".")[0] != "vllm":
             raise
         return
-    try:
-        Factory.register_engine(BACKEND, "deltacast.engines.vllm.engine", "DeltacastEngine")
-    except ValueError:  # vLLM has no other way to ask; it calls plugins once in each process, tests more often
-        return
+    with suppress(ValueError):  # vLLM has no other way to ask; it calls plugins once in each process, tests more often
+        Workers.register_engine(BACKEND, "deltacast.engines.vllm.engine", "DeltacastEngine")
+    with suppress(ValueError):
+        Trainers.register_engine(BACKEND, "deltacast.engines.vllm.trainer", "DeltacastTrainerEngine")

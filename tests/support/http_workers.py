@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from deltacast.delta.module_source import ModuleSource
+from deltacast.engines.base import ServingStatus
 from deltacast.engines.sparse_nccl import SparseNcclWorker
 from engine_processes import EngineProcess, Policy, weights_of
 
@@ -23,16 +24,43 @@ TOKEN = "of-the-test"
 
 
 class Service:
-    """What one server process holds: a model, its worker engine, and what was asked of it."""
+    """What one server process holds: a model, its worker engine, and what was asked of it.
 
-    def __init__(self, seed: int) -> None:
+    Like vLLM's, it does one thing at a time: a call that comes while a worker is at another waits. With `as_vllm` it
+    also says 200 to a call that failed, and keeps the error for its status.
+    """
+
+    def __init__(self, seed: int, *, as_vllm: bool) -> None:
         self.module = Policy(seed)
         self.worker = SparseNcclWorker(ModuleSource(self.module))
         self.asked: list[str] = []
         self.failing: dict[str, str] = {}
+        self.misdirected = False
+        self._as_vllm, self._error, self._at_start = as_vllm, "", weights_of(self.module)
+        self._one_at_a_time = threading.Lock()
+
+    def run(self, call: Callable[[], object]) -> None:
+        with self._one_at_a_time:
+            self._error = ""
+            try:
+                call()
+            except Exception as err:
+                if not self._as_vllm:
+                    raise
+                self._error = f"{type(err).__name__}: {err}"
+
+    def init(self, info: dict[str, Any]) -> None:
+        if self.misdirected:
+            info = info | {"port": 1}
+        self.run(lambda: self.worker.init_transfer_engine(info))
+
+    def status(self, nonce: str) -> dict[str, Any]:
+        status = self.worker.status
+        serves = status.status is not ServingStatus.EMPTY or weights_of(self.module) == self._at_start
+        return {"nonce": nonce, "serves": serves, "version": status.version, "error": self._error}
 
     def app(self) -> FastAPI:
-        app, worker = FastAPI(), self.worker
+        app = FastAPI()
 
         @app.middleware("http")
         async def gate(request: Request, handle: Callable[[Request], Any]) -> Response:
@@ -47,25 +75,31 @@ class Service:
 
         @app.post("/init_weight_transfer_engine")
         def init(body: dict[str, dict[str, Any]]) -> dict[str, str]:
-            worker.init_transfer_engine(body["init_info"])
+            self.init(body["init_info"])
             return {"message": "Weight transfer initialized"}
 
         @app.post("/update_weights")
         def update(body: dict[str, dict[str, Any]]) -> dict[str, str]:
-            worker.receive_weights(body["update_info"])
+            self.run(lambda: self.worker.receive_weights(body["update_info"]))
             return {"message": "Weights updated"}
+
+        @app.post("/collective_rpc")
+        def ask_ranks(body: dict[str, Any]) -> dict[str, Any]:
+            with self._one_at_a_time:
+                return {"results": [self.status(*body["args"])]}
 
         @app.post("/{call}")
         def other(call: str, body: dict[str, Any]) -> dict[str, str]:
-            return {"message": call}
+            with self._one_at_a_time:
+                return {"message": call}
 
         return app
 
 
-def serve_http(pipe: Connection, seed: int) -> None:
+def serve_http(pipe: Connection, seed: int, as_vllm: bool) -> None:
     """Serve on a port that the system picks and say which; answer commands until the pipe closes."""
     torch.set_num_threads(1)
-    service = Service(seed)
+    service = Service(seed, as_vllm=as_vllm)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(service.app(), log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -83,6 +117,9 @@ def _answer(service: Service, command: str, *arguments: Any) -> object:
     if command == "fail":
         service.failing = arguments[0]
         return None
+    if command == "misdirect":
+        service.misdirected = arguments[0]
+        return None
     if command == "asked":
         asked, service.asked = service.asked, []
         return asked
@@ -93,20 +130,20 @@ class HttpWorker(EngineProcess):
     """A server with one worker engine in a process of its own.
 
     It is asked for its `weights`, `status` and what was `asked` of it since the last time, and told to `fail` at
-    paths, with a text.
+    paths, with a text, or to `misdirect`: to look for the trainer where nobody listens.
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(serve_http, seed)
+    def __init__(self, seed: int, *, as_vllm: bool = False) -> None:
+        super().__init__(serve_http, seed, as_vllm)
         self.url = f"http://127.0.0.1:{self.hear()}"
 
 
 @contextmanager
-def http_workers(*seeds: int) -> Iterator[list[HttpWorker]]:
+def http_workers(*seeds: int, as_vllm: bool = False) -> Iterator[list[HttpWorker]]:
     """Start servers whose models have these seeds; none is left afterwards."""
     workers: list[HttpWorker] = []
     try:
-        workers.extend(HttpWorker(seed) for seed in seeds)
+        workers.extend(HttpWorker(seed, as_vllm=as_vllm) for seed in seeds)
         yield workers
     finally:
         for worker in workers:

@@ -1,7 +1,11 @@
-"""`deltacast verify`: are two checkpoints the same, bit by bit, and if not, where do they differ?"""
+"""`deltacast verify`: are two checkpoints the same, bit by bit, and if not, where do they differ?
+
+The second one may be what a running server holds (verify_server.py).
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +13,7 @@ import typer
 from deltacast.commands.console import print_facts, print_json, print_table, progress
 from deltacast.commands.failures import MISMATCH
 from deltacast.commands.options import DEFAULT_THREADS, Checkpoint, Json, Threads
+from deltacast.commands.verify_server import verify_server
 
 if TYPE_CHECKING:
     from deltacast.delta.checkpoint_compare import Comparison, ParameterDifference
@@ -19,18 +24,31 @@ __all__ = ["verify"]
 
 def verify(
     a: Checkpoint,
-    b: Checkpoint,
+    b: Annotated[str, typer.Argument(help="Another one, or the URL of a running server.", show_default=False)],
     *,
     first: Annotated[int, typer.Option(min=0, help="Differing elements to name per parameter.")] = 3,
     limit: Annotated[int, typer.Option(min=0, help="Rows of the table; 0 shows all. JSON always holds all.")] = 50,
+    token: Annotated[
+        str | None, typer.Option(envvar="DELTACAST_TOKEN", help="The bearer token that the server wants.")
+    ] = None,
     threads: Threads = DEFAULT_THREADS,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints bit by bit.
+    """Compare two checkpoints bit by bit, or a checkpoint with what a running vLLM server holds.
 
     Names, dtypes, shapes and bits count; shards, order within files and metadata do not. Where they differ, a table
     says which elements of which parameters, and the exit code is 1.
+
+    A server (http://host:port) is asked for the fingerprints of what all of its ranks hold at that moment; it
+    generates nothing meanwhile. It must run deltacast's worker extension, in vLLM's development mode.
     """
+    if b.startswith(("http://", "https://")):
+        verify_server(a, b, token=token, limit=limit, threads=threads, as_json=as_json)
+    else:
+        _verify_files(a, Path(b), first=first, limit=limit, threads=threads, as_json=as_json)
+
+
+def _verify_files(a: Path, b: Path, *, first: int, limit: int, threads: int, as_json: bool) -> None:
     from deltacast.delta.checkpoint import CheckpointSource
     from deltacast.delta.checkpoint_compare import compare_checkpoints
 

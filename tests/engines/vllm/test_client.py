@@ -2,67 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 import pytest
 
-from deltacast.delta.errors import TransportError
+from deltacast.delta.errors import InputError, TransportError
 from deltacast.engines.vllm.client import VllmClient
-
-
-class Server:
-    """Answers `/collective_rpc` with its `ranks`, or as `says`; notes all other calls with their bodies."""
-
-    def __init__(self, *ranks: dict[str, Any]) -> None:
-        self.ranks = [{"serves": True, "version": None, "error": ""} | rank for rank in ranks]
-        self.says: tuple[int, Any] | None = None
-        self.calls: list[tuple[str, Any]] = []
-        self.url = ""
-
-    def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        if path != "/collective_rpc":
-            self.calls.append((path, body))
-            return 200, {}
-        assert body["method"] == "deltacast_status"
-        return self.says or (200, {"results": [{"nonce": body["args"][0]} | rank for rank in self.ranks]})
-
-
-@contextmanager
-def serving(*servers: Server) -> Iterator[VllmClient]:
-    with ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(_listening(server))
-        yield VllmClient([server.url for server in servers])
-
-
-@contextmanager
-def _listening(server: Server) -> Iterator[None]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = server.answer(self.path, body)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the base's name
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        server.url = f"http://127.0.0.1:{http.server_address[1]}"
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        try:
-            yield
-        finally:
-            http.shutdown()
-            thread.join()
-
+from http_workers import port_without_server
+from vllm_stand_ins import RankServer, rank_servers
 
 FINISH: Final = "/finish_weight_update"
 RESET: Final[tuple[str, Any]] = ("/reset_prefix_cache?reset_running_requests=true", {})
@@ -70,8 +17,12 @@ RESET: Final[tuple[str, Any]] = ("/reset_prefix_cache?reset_running_requests=tru
 
 def test_each_server_is_labelled_with_the_version_that_it_serves() -> None:
     """Also where one is a version behind; who serves none keeps its label. All caches are reset."""
-    ahead, behind, none = Server({"version": 8}, {"version": 8}), Server({"version": 7}), Server({"serves": False})
-    with serving(ahead, behind, none) as client:
+    ahead, behind, none = (
+        RankServer({"version": 8}, {"version": 8}),
+        RankServer({"version": 7}),
+        RankServer({"serves": False}),
+    )
+    with rank_servers(ahead, behind, none) as client:
         client.finish_weight_update()
     assert ahead.calls == [(FINISH, {"weight_version": "8"}), RESET]
     assert behind.calls == [(FINISH, {"weight_version": "7"}), RESET]
@@ -84,17 +35,17 @@ def test_each_server_is_labelled_with_the_version_that_it_serves() -> None:
 )
 def test_a_server_serves_what_all_of_its_ranks_serve(second: dict[str, Any], serves: bool) -> None:
     """Ranks that hold different versions, or one that holds none, are a server that holds none."""
-    server = Server({"version": 3}, second)
-    with serving(server) as client:
+    server = RankServer({"version": 3}, second)
+    with rank_servers(server) as client:
         [status] = client.status()
     assert (status.serves, status.version) == (serves, 3 if serves else None)
 
 
 def test_a_server_that_serves_nothing_whole_is_not_resumed() -> None:
     """It stays paused and is named with its ranks' errors; the others go on."""
-    good, bad = Server({"version": 3}), Server({"serves": False, "error": "RuntimeError: out of memory"})
+    good, bad = RankServer({"version": 3}), RankServer({"serves": False, "error": "RuntimeError: out of memory"})
     with (
-        serving(good, bad) as client,
+        rank_servers(good, bad) as client,
         pytest.raises(TransportError, match=r"stays paused.*rank 0.*memory") as err,
     ):
         client.call("resume")
@@ -104,8 +55,8 @@ def test_a_server_that_serves_nothing_whole_is_not_resumed() -> None:
 
 def test_a_server_that_still_has_its_own_checkpoint_is_resumed_without_a_label() -> None:
     """What vLLM loaded itself is whole, though it is no version."""
-    server = Server({})
-    with serving(server) as client:
+    server = RankServer({})
+    with rank_servers(server) as client:
         client.finish_weight_update()
         client.call("resume")
     assert server.calls == [(FINISH, {}), RESET, ("/resume", {})]
@@ -113,16 +64,19 @@ def test_a_server_that_still_has_its_own_checkpoint_is_resumed_without_a_label()
 
 def test_a_handshake_that_a_worker_refused_is_an_error() -> None:
     """The server said 200: an exception there would have put its ranks out of step."""
-    server = Server({"error": "AuthenticationError: wrong secret"})
-    with serving(server) as client, pytest.raises(TransportError, match=r"handshake failed.*wrong secret"):
+    server = RankServer({"error": "AuthenticationError: wrong secret"})
+    with (
+        rank_servers(server) as client,
+        pytest.raises(TransportError, match=r"init_weight.* failed.*wrong secret"),
+    ):
         client.init_transfer_engine({})
     assert server.calls == [("/init_weight_transfer_engine", {"init_info": {}})]
 
 
 def test_a_handshake_labels_what_it_brought() -> None:
     """The version of the seed is the server's label before the first update."""
-    server = Server({"version": 0})
-    with serving(server) as client:
+    server = RankServer({"version": 0})
+    with rank_servers(server) as client:
         client.init_transfer_engine({})
     assert server.calls[1:] == [("/start_weight_update", {}), (FINISH, {"weight_version": "0"}), RESET]
 
@@ -139,10 +93,85 @@ def test_a_handshake_labels_what_it_brought() -> None:
 )
 def test_a_server_that_does_not_answer_the_question_serves_nothing(says: tuple[int, Any], error: str) -> None:
     """Ranks out of step, another backend, no extension: each has an error that says what to do."""
-    server = Server({"version": 1})
+    server = RankServer({"version": 1})
     server.says = says
-    with serving(server) as client:
+    with rank_servers(server) as client:
         [status] = client.status()
         assert not status.serves
         with pytest.raises(TransportError, match=error):
             client.call("resume")
+
+
+def test_no_call_is_made_before_every_server_is_healthy() -> None:
+    """One is starting: it says 503 twice, and is asked again; whatever the first call is, here a pause."""
+    starting, ready = RankServer(), RankServer()
+    starting.health = [503, 503, 200]
+    with rank_servers(starting, ready, token="secret", start_timeout_s=30.0) as client:
+        client.call("pause", mode="keep")
+        assert starting.health == [200]
+        starting.health = [500]  # asked no more
+        client.call("resume_nothing")
+    assert starting.calls == ready.calls == [("/pause?mode=keep", {}), ("/resume_nothing", {})]
+    assert starting.tokens == ready.tokens == {"Bearer secret"}
+
+
+def test_a_server_that_does_not_get_well_in_time_is_named() -> None:
+    """With what it said last; the call was sent to none, and the next one waits again."""
+    sick, ready = RankServer(), RankServer()
+    sick.health = [503]
+    with rank_servers(sick, ready, start_timeout_s=0.5) as client:
+        for _ in range(2):
+            with pytest.raises(
+                TransportError, match=f'GET /health failed at 1 of 2: {sick.url}: status 503: "starting"'
+            ):
+                client.call("pause")
+    assert ready.calls == []
+
+
+def test_a_server_that_is_not_there_is_named_after_the_time_that_it_had() -> None:
+    """Nobody listens at its port."""
+    with port_without_server() as absent, pytest.raises(TransportError, match=f"GET /health failed .* {absent}"):
+        VllmClient([absent], start_timeout_s=0.5, connect_timeout_s=0.2).start_weight_update()
+    with pytest.raises(InputError, match="start_timeout_s must be positive"):
+        VllmClient([absent], start_timeout_s=0)
+
+
+def test_every_rank_is_asked_for_what_it_holds() -> None:
+    """Rows become parts with their ranks, and the version is the ranks' if they agree."""
+    row = ["w", [4, 2], [[0, 2], [0, 2]], "00000000000000ff"]
+    two, apart = RankServer({"parts": [row], "version": 3}, {"parts": [], "version": 3}), RankServer({"version": 3}, {})
+    with rank_servers(two, apart) as client:
+        first, second = client.parts()
+    assert (first.server, first.num_ranks, first.version) == (two.url, 2, 3)
+    [part] = first.parts
+    assert (part.rank, part.name, part.shape, part.box, part.fingerprint) == (0, "w", (4, 2), ((0, 2), (0, 2)), 255)
+    assert (second.version, second.parts) == (None, ())
+
+
+def test_many_parts_are_read_to_the_end() -> None:
+    """A large model's are megabytes."""
+    rows = [[f"layers.{number}.w", [1], [[0, 1]], f"{number:016x}"] for number in range(40_000)]
+    with rank_servers(RankServer({"parts": rows})) as client:
+        [held] = client.parts()
+    assert len(held.parts) == 40_000
+    assert held.parts[-1].fingerprint == 39_999
+
+
+@pytest.mark.parametrize(
+    "row",
+    [None, "wsbf", ["w", [4], [[0, 4]]], ["w", [4], [[0, 4]], 12], ["w", [4.5], [[0, 4]], "0" * 16],
+     [7, [4], [[0, 4]], "0" * 16], ["w", [4], [[0, 4, 5]], "0" * 16], ["w", [4], [[-1, 4]], "0" * 16],
+     ["w", 4, [[0, 4]], "0" * 16], ["w", [True], [[0, 1]], "0" * 16], ["w", [4], [[0, 4]], "0" * 15]],
+)  # fmt: skip
+def test_what_is_no_part_is_refused(row: Any) -> None:
+    """Whatever a server says comes from outside."""
+    server = RankServer({"parts": [row]})
+    with rank_servers(server) as client, pytest.raises(TransportError, match="not a part of a parameter"):
+        client.parts()
+
+
+def test_a_rank_that_cannot_say_what_it_holds_is_an_error() -> None:
+    """With its words."""
+    server = RankServer({}, {"error": "RuntimeError: out of memory"})
+    with rank_servers(server) as client, pytest.raises(TransportError, match="rank 1: RuntimeError: out of memory"):
+        client.parts()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,7 +43,34 @@ def test_a_worker_with_another_backend_says_so() -> None:
     class Worker(DeltacastExtension):
         weight_transfer_engine = None
 
-    status = Worker().deltacast_status("asked")
-    assert status["nonce"] == "asked"
+    status, parts = Worker().deltacast_status("asked"), Worker().deltacast_parts("asked")
+    assert status["nonce"] == parts["nonce"] == "asked"
     assert not status["serves"]
     assert "not deltacast" in status["error"]
+    assert "not deltacast" in parts["error"]
+
+
+def test_a_worker_says_what_its_engine_holds() -> None:
+    """As JSON takes it; an error of the engine is an answer too."""
+
+    class Engine:
+        status = SimpleNamespace(version=4)
+
+        def __init__(self) -> None:
+            self.rows: Any = [("w", (4, 2), ((0, 4), (0, 1)), (1 << 64) - 1), ("scalar", (), (), 0)]
+
+        def parts(self) -> Any:
+            return [row[:] for row in self.rows]
+
+    engine = Engine()
+
+    class Worker(DeltacastExtension):
+        weight_transfer_engine = engine
+
+    answer = json.loads(json.dumps(Worker().deltacast_parts("asked")))
+    rows = [["w", [4, 2], [[0, 4], [0, 1]], "f" * 16], ["scalar", [], [], "0" * 16]]
+    assert answer == {"nonce": "asked", "version": 4, "parts": rows, "damaged": "", "error": ""}
+    engine.rows = [None]
+    answer = Worker().deltacast_parts("again")
+    assert (answer["nonce"], answer["parts"]) == ("again", [])
+    assert answer["error"].startswith("TypeError: ")
