@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shlex
 import signal
 import socket
@@ -76,8 +77,11 @@ def train(policy: Qwen3ForCausalLM, step: int) -> None:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str) -> Iterator[str]:
-    """Start a server on a free port, wait until it answers, and stop it at the end. Yields its URL."""
+def serving(model: Path, *options: str, end: signal.Signals = signal.SIGTERM) -> Iterator[str]:
+    """Start a server on a free port, wait until it answers, and stop it at the end, which may be SIGKILL.
+
+    Yields its URL.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -88,23 +92,40 @@ def serving(model: Path, *options: str) -> Iterator[str]:
         "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options,
     ]  # fmt: skip
     print("$", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), shlex.join(command), flush=True)
-    log = model / "server.log"
-    with log.open("w") as output:
+    log = model / f"server-{port}.log"
+    with tempfile.TemporaryDirectory(prefix="vllm-sockets-") as sockets, log.open("w") as output:
+        environment = os.environ | ENVIRONMENT | {"VLLM_RPC_BASE_PATH": sockets}
         server = subprocess.Popen(  # noqa: S603 - our own command
-            command, env=os.environ | ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, server, log)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
         try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+            url = f"http://127.0.0.1:{port}"
+            wait_until_healthy(url, server, log)
+            yield url
+        finally:
+            stop(server, end)
+            remove_leftovers(log)
+
+
+def stop(server: subprocess.Popen[bytes], end: signal.Signals) -> None:
+    """End a server and wait for it; its other processes are asked to, since they have shared memory to remove."""
+    if end != signal.SIGTERM:
+        server.send_signal(end)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def remove_leftovers(log: Path) -> None:
+    """Remove the rendezvous file and the shared memory that vLLM's ranks leave behind, by the name in their log."""
+    for name in set(re.findall(r"vllm_dist_[0-9a-f]{32}", log.read_text())):
+        for folder in (tempfile.gettempdir(), "/dev/shm"):  # noqa: S108 - where vLLM on CPUs puts them
+            for left in Path(folder).glob(f"{name}*"):
+                left.unlink(missing_ok=True)
 
 
 def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -166,4 +187,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its server ends too
     main()
