@@ -24,11 +24,13 @@ class Answer:
         worker: who it is: a server's URL, an actor.
         error: why the call does not count as done there, in the worker's own words if it had any; empty if it was done.
         said: what a server that did it said, as much of it as was read; empty for other workers.
+        reached: whether there was a connection to it; else it has seen nothing of the call.
     """
 
     worker: str
     error: str = ""
     said: bytes = field(default=b"", repr=False, compare=False)
+    reached: bool = field(default=True, repr=False, compare=False)
 
 
 def require_all(what: str, answers: Sequence[Answer]) -> None:

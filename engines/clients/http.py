@@ -38,7 +38,8 @@ class HttpClient:
             but `init_transfer_engine` at `/init_weight_transfer_engine`.
         timeout_s: for a call that a worker answers at once.
         update_timeout_s: for `init_transfer_engine` and `update_weights`, which end when a whole update has.
-        connect_timeout_s: how long a server is tried that takes no connections; part of the others.
+        connect_timeout_s: how long a server is tried that takes no connections; part of the others. At most 1 s if it
+            took none the last time either: others may be paused meanwhile.
 
     Attributes:
         answers: of the call that ended last, one per server.
@@ -67,6 +68,7 @@ class HttpClient:
         self._poster = _poster(token, verify, connect_timeout_s)
         self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
         self.answers: tuple[Answer, ...] = ()
+        self._away: set[str] = set()  # took no connection the last time
         self.servers = servers
 
     @property
@@ -144,7 +146,10 @@ class HttpClient:
         # On a thread, since the caller's may run an event loop of its own, as notebooks do. An interrupt (Ctrl-C) is
         # raised once the requests have ended, so that none is cut off half way.
         with ThreadPoolExecutor(1, "deltacast-http") as pool:
-            self.answers = pool.submit(asyncio.run, self._poster.post(servers or self._servers, request)).result()
+            posting = self._poster.post(servers or self._servers, request, away=self._away)
+            self.answers = pool.submit(asyncio.run, posting).result()
+        for answer in self.answers:
+            (self._away.discard if answer.reached else self._away.add)(answer.worker)
         require_all(f"{request.method} {request.path}", self.answers)
 
 

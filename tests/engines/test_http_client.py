@@ -246,6 +246,17 @@ def test_a_connection_that_is_refused_is_tried_again() -> None:
         assert len(ready.requests) == 1
 
 
+def test_a_server_that_is_away_is_waited_for_only_once() -> None:
+    """Others may be paused while it is tried: the calls after the first give it a second each at most."""
+    with RawServer(http_reply("200 OK", b"{}")) as ready, port_without_server() as absent:
+        client = HttpClient([absent, ready.url], connect_timeout_s=4.0)
+        failure_of(client)
+        started = time.monotonic()
+        for _ in range(4):
+            failure_of(client)
+        assert time.monotonic() - started < 10
+
+
 def test_what_is_sent_is_json_as_vllm_reads_it() -> None:
     """Method, path, headers and body of each call, off the wire; nothing is pickled."""
     with RawServer(http_reply("200 OK", b"{}")) as server:
