@@ -9,7 +9,6 @@ peer that is gone by then is named, and the group is of no more use.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from datetime import timedelta
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ __all__ = ["Exchange", "Turn"]
 _HEAD: Final = struct.Struct("<II")
 _MAX_BYTES: Final = 1 << 30
 _CLOCK_S: Final = 0.01  # Gloo counts whole milliseconds, and may give up a little early
-_MOST_UNREAD: Final = 16  # messages that a peer may still have to read: one of a round, but for those that it gave up
 
 
 class Exchange:
@@ -45,7 +43,8 @@ class Exchange:
     def __init__(self, group: Any, *, timeout_s: float = 30.0, patience_s: float = 600.0) -> None:
         self._group, self._timeout_s, self.patience_s = group, timeout_s, patience_s
         self.rank, self.num_ranks = int(group.rank()), int(group.size())
-        self._posted: deque[list[tuple[Any, torch.Tensor]]] = deque(maxlen=_MOST_UNREAD)
+        self._posted: list[list[tuple[Any, torch.Tensor]]] = []  # that a peer may still have to read
+        self._num_read = 0
         self._broken = ""
 
     def turn(self, topic: str) -> Turn:
@@ -72,6 +71,8 @@ class Exchange:
         excuse = next(((peer, why) for peer, (_, why) in enumerate(said) if why), None)
         if excuse is not None:
             raise StateError(f"rank {excuse[0]} of this server takes no part: {excuse[1]}")
+        del self._posted[: self._num_read]  # whoever speaks again has read all up to when everybody last spoke
+        self._num_read = len(self._posted)
         return [payload for payload, _ in said]
 
     def post(self, topic: str, payload: bytes, excuse: str = "") -> None:

@@ -320,7 +320,10 @@ class RoundWorker(WorkerEngine):
             self._machine.step("received")
             self._send(self._vote(current, info), info)
             self._machine.step("voted")
-        return self._await_decision(key, Deadline(info.decision_timeout_s))
+            return self._await_decision(key, Deadline(info.decision_timeout_s))
+        decision = self._await_decision(key, Deadline(info.decision_timeout_s))
+        self._drop_group()  # Gloo sends through members: whoever waits for payload behind this one must hear
+        return decision
 
     def _prepare(self, current: _Round, header: bytes) -> str:
         """Check everything that can be checked without the payload, and take the room for it; say what is wrong."""
