@@ -34,7 +34,6 @@ from deltacast.engines.protocol import (
     Welcome,
     expect,
 )
-from deltacast.engines.wires import ServerRank
 from deltacast.store.baseline import Baseline
 
 __all__ = ["Member", "Membership"]
@@ -58,7 +57,6 @@ class Member:
         rank: in the present payload group; 1 and up.
         stands_by: it is still to catch up and the present round is for others: what it holds decides nothing.
         lost: why it is no longer heard; empty while it is.
-        server: which rank of which server it is; None for a worker by itself.
     """
 
     channel: Channel
@@ -71,7 +69,6 @@ class Member:
     rank: int = 0
     stands_by: bool = False
     lost: str = ""
-    server: ServerRank | None = None
 
     @property
     def name(self) -> str:
@@ -168,8 +165,11 @@ class Membership:
             assert frame is not None  # the listener has seen it
             hello = expect(frame[0], Hello)
             channel.peer = f"worker {hello.name}"
+            if not 0 <= hello.server_rank < hello.num_ranks:
+                expected, found = f"one of {hello.num_ranks}", hello.server_rank
+                raise ProtocolError(f"{channel.peer} is no rank of its server", expected=expected, found=found)  # noqa: TRY301 - the channel must be closed
             self._check(channel, hello, frame[1])
-            member = Member(channel, hello, damaged=hello.damaged, server=ServerRank.among(hello.wires))
+            member = Member(channel, hello, damaged=hello.damaged)
         except BaseException:
             channel.close()
             raise
@@ -180,12 +180,14 @@ class Membership:
 
     def _with_its_server(self, member: Member) -> list[Member]:
         """Return who comes in with a worker: itself, or all ranks of its server; nobody while one is missing."""
-        if member.server is None:
+        server, seat = member.hello.server, (member.hello.server, member.hello.server_rank)
+        if not server:
             return [member]
-        waiting = [other for other in self._incomplete if not other.channel.gone() and other.server != member.server]
+        waiting = [other for other in self._incomplete
+                   if not other.channel.gone() and (other.hello.server, other.hello.server_rank) != seat]  # fmt: skip
         self._incomplete = [*waiting, member]
-        ranks = [other for other in self._incomplete if other.server and other.server.server == member.server.server]
-        if len(ranks) < member.server.num_ranks:
+        ranks = [other for other in self._incomplete if other.hello.server == server]
+        if len(ranks) < member.hello.num_ranks:
             return []
         self._incomplete = [other for other in self._incomplete if other not in ranks]
         return ranks
@@ -333,10 +335,10 @@ class Membership:
 
     def evict(self) -> None:
         """Drop the members that are lost, the other ranks of their servers, and with them the group."""
-        servers = {member.server.server: member.name for member in self.members if member.lost and member.server}
+        servers = {member.hello.server: member.name for member in self.members if member.lost and member.hello.server}
         for member in self.members:
-            if member.server is not None and member.server.server in servers:
-                member.lost = member.lost or f"another rank of its server is lost: {servers[member.server.server]}"
+            if member.hello.server in servers:
+                member.lost = member.lost or f"another rank of its server is lost: {servers[member.hello.server]}"
         lost = [member for member in self.members if member.lost]
         for member in lost:
             _LOG.warning("deltacast evicts worker %s: %s", member.name, member.lost)

@@ -145,6 +145,9 @@ class Hello(Message):
         damaged: parameters whose bits are not what I last agreed to.
         wires: what I can receive.
         newest: the highest version of this run that I was ever told of, whether I hold it or not; -1 if none.
+        server: a name that I share with the other ranks of my server, with whom I hold one model together: what I
+            receive, only all of us can prove. Another at each handshake; empty if I hold my weights alone.
+        server_rank, num_ranks: which of how many I am there.
     """
 
     kind: ClassVar[str] = "hello"
@@ -154,6 +157,9 @@ class Hello(Message):
     damaged: list[str] = field(default_factory=list)
     wires: list[str] = field(default_factory=list)
     newest: int = -1
+    server: str = ""
+    server_rank: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from deltacast.engines.payload import Incoming, Limits
 from deltacast.engines.protocol import Hello, Propose
 from deltacast.engines.shard_exchange import Exchange, Turn
 from deltacast.engines.shard_wire import ShardDrain, ShardIncoming
-from deltacast.engines.wires import ServerRank
 from deltacast.engines.worker import RoundWorker
 
 __all__ = ["ShardWorker"]
@@ -102,8 +101,8 @@ class ShardWorker(RoundWorker):
         mine = [hello.run_id, hello.version, hello.digest]
         raw = json.dumps([secrets.token_hex(8), mine]).encode()
         said = [json.loads(theirs) for theirs in self._exchange.gather("hello", raw, self._exchange.patience_s)]
-        server = ServerRank(said[0][0], self._exchange.rank, self._exchange.num_ranks)  # a new name each time
-        hello = replace(hello, wires=[*hello.wires, server.entry])
+        server, rank, num_ranks = said[0][0], self._exchange.rank, self._exchange.num_ranks  # a new name each time
+        hello = replace(hello, server=server, server_rank=rank, num_ranks=num_ranks)
         if all(theirs == mine for _, theirs in said):
             return hello
         _LOG.warning("deltacast: the ranks of this server hold different versions: %s", [theirs for _, theirs in said])

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import torch
 
 from deltacast.delta.chunks import device_of
-from deltacast.delta.errors import InputError, ProtocolError
+from deltacast.delta.errors import InputError
 from deltacast.delta.kernels import available
 from deltacast.delta.state import WeightState
 from deltacast.engines.base import SeedWire, Wire
 
-__all__ = ["STREAMED", "LastRound", "ServerRank", "WireChoice", "choose_seed_wire", "choose_wire", "wires_into"]
+__all__ = ["STREAMED", "LastRound", "WireChoice", "choose_seed_wire", "choose_wire", "wires_into"]
 
 STREAMED: Final = frozenset({"raw", "coded"})
 _CODED_BYTES: Final = 1.25  # per changed bf16 (docs/cli.md, "bench codec")
@@ -46,47 +46,6 @@ class LastRound:
 
     density: float | None
     link_bytes_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ServerRank:
-    """What a worker is that holds its weights together with others: what it receives, only all of them can prove.
-
-    It says so among the wires of its Hello, as `entry`.
-
-    Attributes:
-        server: a name that the ranks of one server share, another at each handshake.
-        rank: within the server.
-        num_ranks: of the server.
-    """
-
-    server: str
-    rank: int
-    num_ranks: int
-
-    @property
-    def entry(self) -> str:
-        """What stands among the wires."""
-        return f"rank {self.rank} of {self.num_ranks} of {self.server}"
-
-    @classmethod
-    def among(cls, wires: Iterable[str]) -> Self | None:
-        """Return what a worker says of itself; None if it holds its weights alone.
-
-        Raises:
-            ProtocolError: no rank of that many.
-        """
-        entry = next((wire for wire in wires if wire.startswith("rank ")), None)
-        if entry is None:
-            return None
-        try:
-            _, rank, _, num_ranks, _, server = entry.split(" ", 5)
-            found = cls(server, int(rank), int(num_ranks))
-        except ValueError as err:
-            raise ProtocolError("not a rank of a server", found=repr(entry)) from err
-        if found.entry != entry or not 0 <= found.rank < found.num_ranks:
-            raise ProtocolError("not a rank of a server", found=repr(entry))
-        return found
 
 
 def wires_into(state: WeightState, device: torch.device) -> list[str]:

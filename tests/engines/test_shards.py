@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltacast.delta.errors import InputError, ProtocolError, RoundAbortedError, StateError
+from deltacast.delta.errors import InputError, RoundAbortedError, StateError
 from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import ServingStatus
 from deltacast.engines.clients import InProcessClient
 from deltacast.engines.control import Task
+from deltacast.engines.protocol import Hello
 from deltacast.engines.report import RoundReport
 from deltacast.engines.shard_exchange import Exchange
 from deltacast.engines.shards import ShardWorker
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
-from deltacast.engines.wires import ServerRank
 from engine_processes import Policy, WorkerError, weights_of
 from engine_setups import in_process, info, trainer_of, wait_for_connection
 from shard_models import Checkpoint, Runtime, cut_by_hand
@@ -290,13 +291,17 @@ def test_a_rank_that_comes_back_alone_does_not_come_in() -> None:
                 left.ask("receive", {"call": 1})
 
 
+def seated(hello: Callable[[], Hello], rank: int) -> Hello:
+    return replace(hello(), server="server", server_rank=rank, num_ranks=2)
+
+
 def test_a_server_comes_in_and_goes_as_a_whole() -> None:
     """Its first rank waits while rounds go on without it; once one rank is gone, all are let go."""
     policy, served = Policy(0), [Policy(0), Policy(0), Policy(0)]
     with in_process(*served) as ((alone, *ranks), _), trainer_of(policy, InProcessClient([alone]), 1) as trainer:
         came, verified = [], list[int]()
         for number, rank in enumerate(ranks):
-            rank._wires.append(ServerRank("server", number, 2).entry)
+            rank._hello = partial(seated, rank._hello, number)  # type: ignore[method-assign]
             came.append(Task("init", partial(rank.init_transfer_engine, trainer.worker_init_info)))
             wait_for_connection(trainer)
             policy.step(number)
@@ -311,11 +316,13 @@ def test_a_server_comes_in_and_goes_as_a_whole() -> None:
         assert weights_of(served[2]) == weights_of(policy)
 
 
-@pytest.mark.parametrize("entry", ["rank", "rank 2 of 2 of s", "rank x of 2 of s", "rank 0 of 2", "rank -1 of 2 of s"])
-def test_a_rank_of_no_server_is_refused(entry: str) -> None:
+def test_a_rank_of_no_server_is_turned_away() -> None:
     """What a worker says of itself is not trusted."""
-    if entry == "rank":
-        assert ServerRank.among(["container", entry]) is None
-        return
-    with pytest.raises(ProtocolError):
-        ServerRank.among(["container", entry])
+    policy, served = Policy(0), [Policy(0), Policy(0)]
+    with in_process(*served) as ((alone, third), _), trainer_of(policy, InProcessClient([alone]), 1) as trainer:
+        third._hello = partial(seated, third._hello, 2)  # type: ignore[method-assign]
+        came = Task("init", partial(third.init_transfer_engine, trainer.worker_init_info))
+        wait_for_connection(trainer)
+        assert trainer.send_weights().num_verified == 1
+        assert came.join(20.0)
+        assert "the connection" in str(came.error)

@@ -202,7 +202,7 @@ class Footprint:
         """Look."""
         tasks = list(Path("/proc/self/task").iterdir())
         children = frozenset(child for task in tasks for child in _words(task / "children"))
-        return cls(num_descriptors(), len(_listeners()), len(tasks), children)
+        return cls(num_descriptors(), len(listeners()), len(tasks), children)
 
     def exceeds(self, before: Footprint) -> bool:
         """Whether anything is here that was not there before."""
@@ -223,12 +223,13 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def listening_addresses() -> set[str]:
-    """Return the local addresses that sockets of this process listen on, as /proc/net writes them, without ports."""
-    return {address.split(":")[0] for address in _listeners()}
+def listening_addresses(*, besides: set[str]) -> set[str]:
+    """Return the addresses of the `listeners` that are not among some earlier ones, without ports."""
+    return {address.split(":")[0] for address in listeners() - besides}
 
 
-def _listeners() -> set[str]:
+def listeners() -> set[str]:
+    """Return the local addresses and ports that sockets of this process listen on, as /proc/net writes them."""
     ours = {link for file in Path("/proc/self/fd").iterdir() if (link := _target(file)).startswith("socket:")}
     found = set()
     for table in ("tcp", "tcp6"):
