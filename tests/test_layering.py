@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "engines": {"delta", "store", "engines"},
 }
 LONGEST_FUNCTION = 60
-NEEDS_VLLM = {ROOT / "engines" / "vllm" / "engine.py"}  # imported by vLLM only; tests/integration/vllm has it
+NEEDS_VLLM = {ROOT / "engines" / "vllm" / name for name in ("engine.py", "trainer.py")}  # tests/integration has them
 BANNED_STEMS = {"utils", "util", "common", "misc", "helpers", "helper"}
 
 pytestmark = pytest.mark.skipif(not PACKAGES["delta"].is_dir(), reason="not a checkout")

@@ -1,8 +1,8 @@
-"""The worker engine for vLLM: a round worker over the checkpoint's weights in host memory, which the model follows.
+"""The worker engine for vLLM: finds where a checkpoint's weights lie in the running model, and has a worker hold them.
 
-Every check, digest, verdict and rollback is `RoundWorker`'s, in checkpoint coordinates. Before this worker votes, the
-running model has been reloaded from what was written, so that a vote for COMMIT means: it runs. After an ABORT it is
-reloaded again, from what was restored. All of it happens within one call of vLLM's, during which nothing is generated.
+Every check, digest, verdict and rollback is `RoundWorker`'s, in checkpoint coordinates; how what is written gets into
+the running model is the worker's strategy (strategies.py). A vote for COMMIT means: it runs. All of it happens within
+one call of vLLM's, during which nothing is generated.
 
 Nothing here raises into such a call: with several ranks, vLLM would pair later answers with the wrong questions
 (vllm-project/vllm#57846). An error is kept, logged, and told by `status`; what cannot be right is refused by the
@@ -32,10 +32,18 @@ from deltacast.delta.dtypes import dtype_named
 from deltacast.delta.errors import InputError
 from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.sources import WeightSource
-from deltacast.engines.base import ServingStatus
-from deltacast.engines.payload import Incoming
-from deltacast.engines.sparse_nccl import SparseNcclWorker
-from deltacast.engines.vllm.reload import RuntimeModel
+from deltacast.engines.pulling import PullSettings
+from deltacast.engines.vllm.planner import trace
+from deltacast.engines.vllm.reload import Reloader
+from deltacast.engines.vllm.strategies import (
+    DirectWorker,
+    Part,
+    ReloadWorker,
+    ServingWorker,
+    choose,
+    proven_by_pattern,
+    require_covered,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltacastEngine", "EngineStatus", "InitInfo", "UpdateInfo"]
 
-_LOG: Final = logging.getLogger(__name__)
+_LOG: Final = logging.getLogger("vllm.deltacast")  # of others than its own, vLLM shows warnings only
 
 
 @dataclass
@@ -66,15 +74,17 @@ class EngineStatus:
 
     Attributes:
         rank: of all of the server's workers.
+        strategy: how updates get into the running model (strategies.py).
         serves: whether the running model holds one whole version, so that it may generate: the one below, or if that
             is None the checkpoint that vLLM loaded.
         state: the worker's own `ServingStatus`, by value.
-        run_id, version, digest, audited_through, optimizer_step: as in `WorkerStatus`; of the weights in host memory,
-            which the running model holds as well where it `serves`.
+        run_id, version, digest, audited_through, optimizer_step: as in `WorkerStatus`; of the worker's weights, which
+            are what the running model holds where it `serves`.
         error: why the last call did not do what it should; empty if it did.
     """
 
     rank: int
+    strategy: str
     serves: bool
     state: str
     run_id: str
@@ -89,34 +99,13 @@ class EngineStatus:
         return asdict(self)
 
 
-class _FollowedWorker(SparseNcclWorker):
-    """A worker whose weights a running model follows; `untouched` until the first write."""
-
-    def __init__(self, source: WeightSource, follow: Callable[[], object]) -> None:
-        super().__init__(source)
-        self._follow = follow
-        self.runtime: RuntimeModel | None = None
-        self.untouched = True
-
-    def _stop_serving(self) -> None:
-        super()._stop_serving()
-        self.untouched = False
-
-    def _weights_written(self, payload: Incoming | None) -> None:
-        assert self.runtime is not None
-        if payload is not None and payload.is_seed:
-            self.runtime.distrust()
-        elif payload is not None:
-            self.runtime.distrust(payload.repairs)  # mended here, though their fingerprints are what they were
-        self._follow()
-
-
 class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """vLLM's half of a weight transfer; one per rank, made once the model is loaded. One thread.
 
-    Weights are kept twice: as vLLM runs them, and as the checkpoint has them in host memory. The latter are the
-    checkpoint's files, mapped: they take memory of their own only where updates have written. With `--load-format
-    dummy` only the files' headers are read, and the trainer sends everything at the first handshake.
+    With strategy `direct` weights are kept once, as vLLM runs them, and payload comes to the model's device. With
+    `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files, mapped, which
+    take memory of their own only where updates have written. With `--load-format dummy` only the files' headers are
+    read, and the trainer sends everything at the first handshake.
 
     Args:
         config: unused; everything comes with the init info.
@@ -125,7 +114,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         model: the loaded model.
 
     Raises:
-        InputError: something here that deltacast cannot update, by name. The server does not start.
+        InputError, StateError: something here that deltacast cannot update, by name. The server does not start.
         FileNotFoundError: the model's folder has no safetensors files.
     """
 
@@ -138,31 +127,39 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         _require_supported(vllm_config)
-        is_dummy = vllm_config.load_config.load_format == "dummy"
-        checkpoint = CheckpointSource(_checkpoint_folder(vllm_config))
-        self._worker = _FollowedWorker(_zeros_like(checkpoint) if is_dummy else checkpoint, self._follow)
-        state = self._worker.state
-        names = [meta.name for meta in state.table]
-        loaded = None if is_dummy else state.fingerprints
-        self._runtime = self._worker.runtime = RuntimeModel(model, self.model_config, names, loaded)
+        with set_current_vllm_config(vllm_config):  # loaders look there
+            self._worker = _worker(vllm_config, model)
+        self._worker.pulls = _pull_settings(vllm_config)
         self._error = ""
 
     @property
     def status(self) -> EngineStatus:
         """What this rank holds."""
-        status, error = self._worker.status, self._error
-        whole = self._worker.untouched or status.status in (ServingStatus.SERVING, ServingStatus.STALE)
+        status = self._worker.status
         return EngineStatus(
             rank=self.parallel_config.rank,
-            serves=whole and not self._runtime.is_behind(self._worker.state),
+            strategy=self._worker.strategy,
+            serves=self._worker.serves,
             state=status.status.value,
             run_id=status.run_id,
             version=status.version,
             digest=status.digest,
             audited_through=status.audited_through,
             optimizer_step=status.optimizer_step,
-            error=error or status.last_error,
+            error=self._error or status.last_error,
         )
+
+    def parts(self) -> list[Part]:
+        """Say which boxes of the checkpoint's parameters this rank holds, with their fingerprints, of the bits now.
+
+        Raises:
+            StateError: the running model holds other bits than this rank would say.
+        """
+        return self._worker.parts()
+
+    def audit_runtime(self) -> list[str]:
+        """Return the modules that hold other bits than this rank says; it serves nothing until that is mended."""
+        return self._worker.audit_runtime()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Pass it on; what is wrong with it is found where errors are kept."""
@@ -174,7 +171,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's run and catch up to its version. Blocks; an error is kept."""
-        self._keep_error(lambda: self._join(init_info.values))
+        self._keep_error(lambda: self._worker.init_transfer_engine(init_info.values))
 
     def start_weight_update(self) -> None:
         """Nothing: a module is opened for loading when it is known to have changed."""
@@ -190,15 +187,6 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         """Leave the trainer; may be called twice. The model keeps its weights."""
         self._worker.shutdown()
 
-    def _join(self, values: Mapping[str, Any]) -> None:
-        if self._worker.state.version is not None:  # else nobody knows yet whether these weights are any good
-            self._follow()
-        self._worker.init_transfer_engine(values)
-
-    def _follow(self) -> None:
-        with set_current_vllm_config(self.vllm_config):  # vLLM sets it for updates only, and a handshake is none
-            self._runtime.follow(self._worker.state)
-
     def _keep_error(self, call: Callable[[], object]) -> None:
         try:
             call()
@@ -207,6 +195,34 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             _LOG.exception("deltacast: rank %d", self.parallel_config.rank)
         else:
             self._error = ""
+
+
+def _worker(vllm_config: VllmConfig, model: torch.nn.Module) -> ServingWorker:
+    """Make the worker that the running model allows for, and say which and why."""
+    checkpoint = CheckpointSource(_checkpoint_folder(vllm_config))
+    is_dummy = vllm_config.load_config.load_format == "dummy"
+    plan = require_covered(trace(model, checkpoint.metas()))
+    reloader = Reloader(model, vllm_config, plan)
+    plan = proven_by_pattern(plan, reloader) if is_dummy else plan.proven(checkpoint.tensors())
+    choice = choose(plan, tensor_parallel=vllm_config.parallel_config.tensor_parallel_size)
+    _LOG.info("deltacast updates by strategy %s: %s", choice.strategy, choice.reason)
+    worker: ServingWorker
+    if choice.strategy == "direct":
+        worker = DirectWorker(plan)
+    elif is_dummy:
+        worker = ReloadWorker(_zeros_like(checkpoint), reloader, plan)
+    else:
+        worker = ReloadWorker(checkpoint, reloader, plan)
+        worker.follow()  # so that a model that cannot be reloaded is refused now
+    worker.untouched = not is_dummy
+    return worker
+
+
+def _pull_settings(vllm_config: VllmConfig) -> PullSettings:
+    """Read what `--additional-config '{"deltacast": {"pull": {...}}}'` allows: of the server's own, not of a call's."""
+    config = vllm_config.additional_config
+    ours = config.get("deltacast", {}) if isinstance(config, dict) else {}
+    return PullSettings.from_dict(ours.get("pull", {}))
 
 
 def _require_supported(vllm_config: VllmConfig) -> None:

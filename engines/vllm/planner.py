@@ -8,9 +8,9 @@ the plan: a plan is to be trusted only after that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,32 +20,16 @@ from torch import nn
 from deltacast.delta.bits import strided_words
 from deltacast.delta.errors import InputError, PatchError, StateError, TableError
 from deltacast.delta.fingerprint import Box
+from deltacast.delta.pieces import Lattice, Located, Piece, View, disjoint
 from deltacast.delta.table import ParamMeta
-from deltacast.engines.vllm.pieces import Lattice, Located, Piece, disjoint
 from deltacast.engines.vllm.skeleton import as_loaded, derived_state, runtime_tensors
 from deltacast.engines.vllm.tracing import Trace, trace_loader
 
-__all__ = ["Placement", "Plan", "Strategy", "View", "trace"]
+__all__ = ["Placement", "Plan", "Strategy", "trace"]
 
 Strategy: TypeAlias = Literal["direct", "reload", "absent"]
 """`direct`: indexed writes into the runtime tensors. `reload`: its modules are loaded anew from whole tensors.
 `absent`: this rank's loader leaves the parameter alone (it is another rank's, or nobody's)."""
-
-
-class View(NamedTuple):
-    """A box of a checkpoint parameter as the running model holds it.
-
-    `shard_fingerprint(view.tensor, view.shape, view.box)` is its share of the parameter's fingerprint.
-
-    Attributes:
-        shape: the parameter's shape, cut anew (`Piece.shape`).
-        box: `[lo, hi)` per dim of `shape`.
-        tensor: the live memory, in the box's extents.
-    """
-
-    shape: tuple[int, ...]
-    box: Box
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +40,10 @@ class Placement:
         meta: the parameter.
         strategy: how it is changed.
         reason: why not `direct`; empty if it is.
-        pieces: where its elements are; only this rank's part of a sharded one. Empty unless `direct`.
+        pieces: where its elements are; only this rank's part of a sharded one. If it is not `direct`, where its loader
+            puts them before the engine makes something else of them; empty where that is no copy of boxes.
+        targets: runtime tensors that the loader fills from it -> elements that it copies there as they are; 0 for what
+            it transforms.
         modules: paths of the runtime modules that are loaded from it, share a tensor with one of those, or keep state
             that was made from it: what a reload has to process anew.
     """
@@ -65,6 +52,7 @@ class Placement:
     strategy: Strategy
     reason: str
     pieces: tuple[Piece, ...]
+    targets: Mapping[str, int]
     modules: tuple[str, ...]
 
 
@@ -77,6 +65,7 @@ class Plan:
     Attributes:
         placements: by the checkpoint's names, in load order.
         tensors: the live runtime tensors by name.
+        shapes: of the runtime tensors as their loader knows them.
         aliases: parameters that are loaded into the very memory of another -> that one, the first (tied weights under
             two checkpoint names). Both are located; a digest of what is held counts the memory once.
         ties: runtime tensors that are another's memory -> that one.
@@ -86,6 +75,7 @@ class Plan:
 
     placements: Mapping[str, Placement]
     tensors: Mapping[str, torch.Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
     ties: Mapping[str, str]
     uncovered: Mapping[str, int]
@@ -148,6 +138,42 @@ class Plan:
         pieces = self._direct(name).pieces
         return [View(piece.shape, piece.box, piece.view(self.tensors[piece.runtime])) for piece in pieces]
 
+    def fill(self, name: str, tensor: torch.Tensor, image: torch.Tensor, target: str) -> bool:
+        """Copy what a loader would copy from a parameter into a runtime tensor, into a contiguous image of that tensor.
+
+        Args:
+            name: the parameter.
+            tensor: the parameter's, whole and contiguous.
+            image: of `shapes[target]`, in the parameter's dtype, on the tensor's device.
+            target: the runtime tensor's name.
+
+        Returns:
+            Whether that is all that the loader would do.
+
+        Raises:
+            TableError: unknown name.
+        """
+        placement = self.placement(name)
+        for piece in placement.pieces:
+            if piece.runtime == target:
+                piece.view(image).copy_(_box(tensor, piece.shape, piece.box))
+        return bool(placement.pieces)
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """Return the live memory of a parameter in its own shape, strided or not; None where no one view is all of it.
+
+        Raises:
+            TableError: unknown name.
+        """
+        placement = self.placement(name)
+        views = self.views(name) if placement.strategy == "direct" else []
+        if len(views) != 1 or views[0].tensor.numel() != placement.meta.numel:
+            return None
+        try:
+            return views[0].tensor.view(placement.meta.shape)
+        except RuntimeError:  # torch has no other way to ask
+            return None
+
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
         """Tell whether the running model's bits of a `direct` parameter are those of a whole tensor, on this rank.
 
@@ -166,10 +192,7 @@ class Plan:
                              found=f"{tensor.dtype}{list(tensor.shape)}")  # fmt: skip
         flat = strided_words(tensor, name=name).reshape(-1)
         return all(
-            torch.equal(
-                flat.view(view.shape)[tuple(slice(low, high) for low, high in view.box)],
-                strided_words(view.tensor, name=name).to(flat.device),
-            )
+            torch.equal(_box(flat, view.shape, view.box), strided_words(view.tensor, name=name).to(flat.device))
             for view in self.views(name)
         )
 
@@ -195,7 +218,7 @@ class Plan:
         return replace(self, placements=_reloaded(self.placements, changed))
 
     def reload_group(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what has to be loaded together when some `reload` parameters change.
+        """Return what has to be loaded together when some parameters change.
 
         Returns:
             The modules to reload, and every parameter that they are loaded from, in load order.
@@ -205,11 +228,15 @@ class Plan:
         """
         modules = dict.fromkeys(module for name in names for module in self.placement(name).modules)
         while True:
-            together = [name for name, one in self.placements.items() if not modules.keys().isdisjoint(one.modules)]
+            together = self.loaded_into(modules)
             wider = dict.fromkeys(module for name in together for module in self.placements[name].modules)
             if wider.keys() == modules.keys():
-                return tuple(modules), tuple(together)
+                return tuple(modules), together
             modules = wider
+
+    def loaded_into(self, modules: Collection[str]) -> tuple[str, ...]:
+        """Return the parameters that some modules are made of, in load order."""
+        return tuple(name for name, one in self.placements.items() if not set(one.modules).isdisjoint(modules))
 
     def _direct(self, name: str) -> Placement:
         placement = self.placement(name)
@@ -261,24 +288,31 @@ class _Planner:
         placements = {meta.name: self._placement(meta) for meta in metas}
         aliases, reasons = self._sharing(placements)
         placements = _reloaded(placements, reasons)
-        return Plan(placements, self._tensors, aliases, self._ties, self._uncovered())
+        shapes = {name: tuple(image.shape) for name, image in self._images.items()}
+        return Plan(placements, self._tensors, shapes, aliases, self._ties, self._uncovered())
 
     def _placement(self, meta: ParamMeta) -> Placement:
         targets = self._found.targets[meta.name]
         if not targets and meta.numel:
             reason = self._found.transformed.get(meta.name, "this rank's loader leaves it alone")
-            return Placement(meta, "absent", reason, (), ())
+            return Placement(meta, "absent", reason, (), {}, ())
         found = [
             Piece.between(landing.here, meta.numel, landing.target, landing.there)
             for landing in self._found.landings[meta.name]
         ]
         pieces = tuple(piece for piece in found if piece is not None)
-        reason = self._obstacle(meta, targets, whole=len(pieces) == len(found), pieces=pieces)
+        unclear = self._unclear(meta, whole=len(pieces) == len(found), pieces=pieces)
+        reason = unclear or self._obstacle(targets, pieces)
         modules = tuple(dict.fromkeys(module for target in targets for module in self._modules_of(target)))
-        return Placement(meta, "reload" if reason else "direct", reason, () if reason else pieces, modules)
+        copied = {target: self._copied(meta, target) for target in targets}
+        return Placement(meta, "reload" if reason else "direct", reason, () if unclear else pieces, copied, modules)
 
-    def _obstacle(self, meta: ParamMeta, targets: Iterable[str], *, whole: bool, pieces: tuple[Piece, ...]) -> str:
-        """Say why a parameter cannot be written directly; empty if it can."""
+    def _copied(self, meta: ParamMeta, target: str) -> int:
+        landings = () if meta.name in self._found.transformed else self._found.landings[meta.name]
+        return sum(landing.there.numel for landing in landings if landing.target == target)
+
+    def _unclear(self, meta: ParamMeta, *, whole: bool, pieces: tuple[Piece, ...]) -> str:
+        """Say why a parameter's loader does not simply copy it; empty if it does."""
         if meta.name in self._found.transformed:
             return self._found.transformed[meta.name]
         if meta.row.words_per_element != 1:
@@ -287,6 +321,10 @@ class _Planner:
             return "its loader takes elements that form no box of it"
         if not disjoint([piece.here for piece in pieces]):
             return "its loader puts an element in several places"
+        return ""
+
+    def _obstacle(self, targets: Iterable[str], pieces: tuple[Piece, ...]) -> str:
+        """Say why a parameter that is copied cannot be written where it was copied to; empty if it can."""
         obstacle = next(filter(None, map(self._obstacle_at, targets)), "")
         beyond = any(piece.there.last >= self._images[piece.runtime].numel() for piece in pieces)
         return obstacle or ("its loader writes beyond the tensor that it was given" if beyond else "")
@@ -316,7 +354,8 @@ class _Planner:
         aliases: dict[str, str] = {}
         by_tensor: dict[str, list[tuple[str, Lattice]]] = {}
         for name, placement in placements.items():
-            places = tuple(replace(p, runtime=self._ties.get(p.runtime, p.runtime)) for p in placement.pieces)
+            pieces = placement.pieces if placement.strategy == "direct" else ()
+            places = tuple(replace(piece, runtime=self._ties.get(piece.runtime, piece.runtime)) for piece in pieces)
             original = first.setdefault(places, name) if places else name
             if original != name:
                 aliases[name] = original
@@ -347,6 +386,10 @@ class _Planner:
         return {name: count for name, count in left.items() if count > 0}
 
 
+def _box(whole: torch.Tensor, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    return whole.view(shape)[tuple(slice(low, high) for low, high in box)]
+
+
 def _layout(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -356,7 +399,7 @@ def _reloaded(placements: Mapping[str, Placement], reasons: Mapping[str, str]) -
     result = dict(placements)
     pending = [name for name, placement in result.items() if placement.strategy == "reload"]
     for name, reason in reasons.items():
-        result[name] = replace(result[name], strategy="reload", reason=reason, pieces=())
+        result[name] = replace(result[name], strategy="reload", reason=reason)
         pending.append(name)
     members: dict[str, list[str]] = {}
     for name, placement in result.items():
@@ -367,6 +410,6 @@ def _reloaded(placements: Mapping[str, Placement], reasons: Mapping[str, str]) -
         for member in {member for module in result[name].modules for member in members.pop(module, ())}:
             if result[member].strategy == "direct":
                 reason = f"it is loaded together with {name}"
-                result[member] = replace(result[member], strategy="reload", reason=reason, pieces=())
+                result[member] = replace(result[member], strategy="reload", reason=reason)
                 pending.append(member)
     return result

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltacast.delta.errors import StateError
+from deltacast.delta.pieces import Lattice, disjoint, through
 from deltacast.delta.table import ParamMeta
-from deltacast.engines.vllm.pieces import Lattice, disjoint, through
 
 __all__ = ["Landing", "Trace", "trace_loader"]
 

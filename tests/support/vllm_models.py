@@ -117,20 +117,33 @@ def load_model(folder: Path, tensor_parallel: int = 1, rank: int = 0) -> nn.Modu
 
 
 @contextmanager
-def plain_layouts() -> Iterator[None]:
-    """Have models that are loaded meanwhile keep weights in their plain layout, as on GPUs; vLLM on CPUs repacks them.
+def plain_layouts(*, experts: bool = True) -> Iterator[None]:
+    """Have models that are loaded and run meanwhile keep weights in their plain layout, as on GPUs.
 
-    Linear layers compute as well without that. Experts do not: their forward pass is not to be run.
+    vLLM on CPUs repacks them. Linear layers compute as well without that; experts are repacked in each forward pass.
+
+    Args:
+        experts: whether this is for experts too.
     """
     import vllm.model_executor.layers.utils as layers
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    switches = [
+    run = CPUUnquantizedExperts.apply
+
+    def pack_and_run(experts: Any, *, w1: torch.Tensor, w2: torch.Tensor, **others: Any) -> None:
+        w1, w2 = (ops.cpu_prepack_moe_weight(weight, experts.isa) for weight in (w1, w2))
+        run(experts, w1=w1, w2=w2, **others)
+
+    switches: list[tuple[Any, str, object]] = [
         (ops, "_supports_onednn", False),
         (layers, "check_cpu_sgl_kernel", lambda n, k, dtype: False),
-        (CPUUnquantizedExperts, "process_weights_after_loading", lambda experts, layer: None),
     ]
+    if experts:
+        switches += [
+            (CPUUnquantizedExperts, "process_weights_after_loading", lambda experts, layer: None),
+            (CPUUnquantizedExperts, "apply", pack_and_run),
+        ]
     before = [getattr(owner, name) for owner, name, _ in switches]
     for owner, name, switched in switches:
         setattr(owner, name, switched)

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
 from deltacast.delta.module_source import StateDictSource
+from deltacast.delta.state import WeightState
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from engine_setups import info
+
+Weights: TypeAlias = dict[str, torch.Tensor]
 
 _PROMPTS: Final = [[1, 2, 3], list(range(7, 47)), [5, 9] * 70]  # the last one fills a block of the prefix cache
 
@@ -62,6 +65,18 @@ class Offline:
         model: nn.Module = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         return model
 
+    @property
+    def worker(self) -> Any:
+        """The engine in the only worker."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What the rank's rows say: each parameter's fingerprint, of one whole box."""
+        rows = self.worker.parts()
+        assert all(box == tuple((0, extent) for extent in shape) for _, shape, box, _ in rows)
+        return {name: found for name, _, _, found in rows}
+
     def answers(self) -> list[Any]:
         """Greedy tokens and every log-probability, of prompts too; one prompt at a time."""
         from vllm import SamplingParams
@@ -98,6 +113,19 @@ def offline(folder: Path, **options: Any) -> Iterator[Offline]:
         cleanup_dist_env_and_memory()
 
 
+def digest_of(weights: Weights) -> str:
+    return WeightState(weights).digest
+
+
+def change(weights: Weights, names: Iterable[str], seed: int) -> None:
+    """Replace 1 % of the elements of each."""
+    random = torch.Generator().manual_seed(seed)
+    for name in names:
+        flat = weights[name].view(-1)
+        places = torch.randperm(len(flat), generator=random)[: max(1, len(flat) // 100)]
+        flat[places] = (torch.randn(len(places), generator=random) * 0.1).to(flat.dtype)
+
+
 def fresh_answers(folder: Path) -> list[Any]:
     """What an engine says that has nothing to do with deltacast."""
     with offline(folder, weight_transfer_config=None, worker_extension_cls="") as engine:
@@ -105,9 +133,14 @@ def fresh_answers(folder: Path) -> list[Any]:
 
 
 @contextmanager
-def training(weights: dict[str, torch.Tensor], engine: Offline, **options: Any) -> Iterator[SparseNcclTrainer]:
+def training(
+    weights: Weights,
+    engine: Offline,
+    kind: type[SparseNcclTrainer] = SparseNcclTrainer,
+    **options: Any,
+) -> Iterator[SparseNcclTrainer]:
     """A trainer of these weights that has brought the engine to them."""
-    trainer = SparseNcclTrainer.trainer_init(info(1, **options), StateDictSource(weights), engine)
+    trainer = kind.trainer_init(info(1, **options), StateDictSource(weights), engine)
     try:
         yield trainer
     finally:

@@ -1,59 +1,60 @@
-"""The worker engine in a vLLM of this process: what it serves equals a fresh vLLM, whatever is changed or fails."""
+"""The worker engine in a vLLM of this process: what it serves equals a fresh vLLM, whatever is changed or fails.
+
+Everything with both strategies: `reload` is vLLM's CPU build as it is, `direct` the layout of its GPU builds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from deltacast.delta.errors import InputError, RoundAbortedError, TransportError
+from deltacast.delta.errors import InputError, RoundAbortedError, StateError, TransportError
+from deltacast.delta.fingerprint import fingerprint
 from deltacast.delta.module_source import StateDictSource
-from deltacast.delta.state import WeightState
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from deltacast.engines.vllm.plugin import register
 from engine_setups import info
-from vllm_models import make_checkpoint, weights_of, with_weights
-from vllm_offline import Offline, fresh_answers, offline, training
+from vllm_models import changed_bits, make_checkpoint, plain_layouts, weights_of, with_weights
+from vllm_offline import Offline, Weights, change, digest_of, fresh_answers, offline, training
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are its own
 
-Weights = dict[str, torch.Tensor]
-
-
-def digest_of(weights: Weights) -> str:
-    return WeightState(weights).digest
-
-
-def change(weights: Weights, names: Iterable[str], seed: int) -> None:
-    """Replace 1 % of the elements of each."""
-    random = torch.Generator().manual_seed(seed)
-    for name in names:
-        flat = weights[name].view(-1)
-        places = torch.randperm(len(flat), generator=random)[: max(1, len(flat) // 100)]
-        flat[places] = (torch.randn(len(places), generator=random) * 0.1).to(flat.dtype)
-
-
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", {}),
+}
 KINDS: list[tuple[str, Callable[[str], bool]]] = [
     ("everything", lambda name: True),
     ("one layer", lambda name: ".1." in name),
     ("one member of a fused module", lambda name: name.endswith("0.self_attn.k_proj.weight")),
+    ("one expert", lambda name: ".0.mlp.experts.2." in name),
     ("the embedding", lambda name: "embed_tokens" in name),
     ("norms", lambda name: "norm" in name),
     ("nothing", lambda name: False),
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_every_update_gives_what_a_fresh_engine_gives(tmp_path: Path, tied: bool) -> None:
+@pytest.fixture(params=["reload", "direct"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
+    with plain_layouts() if request.param == "direct" else nullcontext():
+        yield request.param
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_update_gives_what_a_fresh_engine_gives(tmp_path: Path, model: str, strategy: str) -> None:
     """Dummy weights, a seed, updates of all kinds: tokens, log-probabilities and digests are the checkpoint's."""
-    base = make_checkpoint(tmp_path / "base", "qwen3", 0, tie_word_embeddings=tied)
+    family, changes = MODELS[model]
+    base = make_checkpoint(tmp_path / "base", family, 0, **changes)
     weights = weights_of(base)
     checkpoints, served = [base], []
     with offline(base, load_format="dummy") as engine, training(weights, engine) as trainer:
-        assert engine.status()["version"] == 0
+        assert (engine.status()["version"], engine.status()["strategy"]) == (0, strategy)
         served.append(engine.answers())
         for step, (kind, touched) in enumerate(KINDS):
             change(weights, filter(touched, weights), step)
@@ -62,8 +63,11 @@ def test_every_update_gives_what_a_fresh_engine_gives(tmp_path: Path, tied: bool
             assert (status["nonce"], status["serves"], status["error"]) == (kind, True, "")
             assert (status["version"], status["digest"]) == (report.target_version, digest_of(weights))
             served.append(engine.answers())
-            checkpoints.append(with_weights(tmp_path / kind, base, weights))
-    assert served == [fresh_answers(checkpoint) for checkpoint in checkpoints]
+            new = with_weights(tmp_path / kind, base, weights) if report.num_changed else checkpoints[-1]
+            checkpoints.append(new)
+        assert engine.held == {name: fingerprint(weight) for name, weight in weights.items()}
+    fresh = {checkpoint: fresh_answers(checkpoint) for checkpoint in dict.fromkeys(checkpoints)}
+    assert served == [fresh[checkpoint] for checkpoint in checkpoints]
     assert served[0] != served[1]
 
 
@@ -73,8 +77,9 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def engine(base: Path) -> Iterator[Offline]:
+def engine(base: Path, strategy: str) -> Iterator[Offline]:
     with offline(base) as engine:
+        assert engine.status()["strategy"] == strategy
         yield engine
 
 
@@ -91,12 +96,14 @@ def test_a_server_that_loaded_the_trainers_checkpoint_is_sent_nothing(base: Path
 
 
 def test_special_values_arrive_as_sent(base: Path, engine: Offline) -> None:
-    """NaN payloads, minus zero and infinities are in the running tensors, bit by bit."""
+    """NaN payloads, minus zero and infinities are in the running tensors, bit by bit; so is whatever else is sent."""
     weights = weights_of(base)
     bits = [0x8000, 0x7FC1, 0xFFFF, 0x7F80, 0xFF80, 0x0001]
     words = torch.tensor(bits, dtype=torch.int32).to(torch.int16)
     names = ("model.norm.weight", "model.embed_tokens.weight")
     with training(weights, engine) as trainer:
+        for name, changed in changed_bits(weights, seed=1).items():
+            weights[name].copy_(changed)
         for name in names:
             weights[name].view(torch.int16).view(-1)[3:9] = words
         trainer.send_weights()
@@ -122,6 +129,10 @@ class Breaking:
         raise RuntimeError("out of memory, say")
 
 
+only_reload = pytest.mark.parametrize("strategy", ["reload"], indirect=True)
+
+
+@only_reload
 def test_a_reload_that_fails_aborts_the_round_and_the_old_version_is_served(base: Path, engine: Offline) -> None:
     """The trainer hears why, half of the modules were new for a moment, and the next round is right."""
     weights = weights_of(base)
@@ -141,6 +152,8 @@ def test_a_reload_that_fails_aborts_the_round_and_the_old_version_is_served(base
     assert after != before
 
 
+@only_reload
+@pytest.mark.usefixtures("strategy")
 def test_a_reload_that_cannot_be_undone_leaves_nothing_to_serve_until_a_handshake(base: Path, tmp_path: Path) -> None:
     """The rank says that it serves nothing; nothing was raised into vLLM; a new handshake makes it whole."""
     weights = weights_of(base)
@@ -160,6 +173,32 @@ def served_after_a_mix(weights: Weights, engine: Offline) -> list[Any]:
     with training(weights, engine):
         assert engine.status()["serves"]
         return engine.answers()
+
+
+@only_reload
+@pytest.mark.parametrize("trained", [False, True], ids=["as loaded", "updated"])
+def test_running_weights_that_are_not_those_of_the_copy_are_found_and_mended(
+    base: Path, engine: Offline, trained: bool
+) -> None:
+    """A flipped bit, and a packed matrix that is another layer's: named by module, no longer served, then reloaded."""
+    weights = weights_of(base)
+    if trained:
+        with training(weights, engine) as trainer:
+            change(weights, weights, 1)
+            trainer.send_weights()
+    before = engine.answers()
+    assert engine.worker.audit_runtime() == []
+    layers = engine.model.get_submodule("model.layers")
+    layers[0].mlp.down_proj.cpu_linear = layers[1].mlp.down_proj.cpu_linear  # type: ignore[index]
+    engine.model.get_parameter("model.norm.weight").data.view(torch.int16)[3] ^= 1
+    assert engine.worker.audit_runtime() == ["model.layers.0.mlp.down_proj", "model.norm"]
+    assert not engine.status()["serves"]
+    with pytest.raises(StateError, match="other weights"):
+        _ = engine.held
+    with training(weights, engine):
+        assert engine.status()["serves"]
+    assert engine.worker.audit_runtime() == []
+    assert engine.answers() == before
 
 
 @pytest.mark.parametrize("fault", ["an unknown name", "another shape"])
@@ -189,10 +228,13 @@ def test_a_call_without_a_trainer_is_an_error_of_the_status_only(engine: Offline
     assert engine.status()["serves"]
 
 
-def test_expert_weights_are_refused_by_name(tmp_path: Path) -> None:
-    """On CPUs a second load of them is silently wrong: the server does not start."""
-    folder = make_checkpoint(tmp_path / "moe", "qwen3_moe", 0)
-    with pytest.raises(InputError, match=r"cannot update this model.*experts"), offline(folder):
+def test_what_the_running_model_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
+    """A head in the checkpoint of a tied model is loaded into nothing: the server does not start."""
+    tied = make_checkpoint(tmp_path / "tied", "qwen3", 0, tie_word_embeddings=True)
+    weights = weights_of(tied)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    folder = with_weights(tmp_path / "with head", tied, weights)
+    with pytest.raises(InputError, match=r"no place for lm_head\.weight"), offline(folder):
         pass
 
 

@@ -116,6 +116,34 @@ def test_repacked_weights_are_reloaded_and_the_others_written(repacked: Loaded, 
     assert {name: held[name] for name in direct} == {name: fresh[name] for name in direct}
 
 
+@pytest.mark.parametrize("plain", ["qwen3 tied", "qwen3_moe", "gpt_oss"], indirect=True)
+def test_whole_parameters_are_live_memory(plain: Loaded) -> None:
+    """Seen whole, fused, stacked and transposed weights have the checkpoint's shape and bits, and writes reach them."""
+    plan = plain.plan
+    for name, tensor in plain.weights.items():
+        whole = plan.whole(name)
+        assert whole is not None
+        assert torch.equal(whole.view(torch.int16), tensor.view(torch.int16))
+        whole.zero_()
+    assert not any(plain.model.get_parameter(name).any() for name in plan.tensors if name.endswith("proj.weight"))
+
+
+@pytest.mark.parametrize("repacked", ["qwen3", "qwen3 tied", "qwen2"], indirect=True)
+def test_images_are_what_was_packed_away(repacked: Loaded) -> None:
+    """Filled from the checkpoint, the image of a repacked tensor has the plain layout's bits; the padding is left."""
+    plan = repacked.plan
+    with plain_layouts():
+        held = runtime_tensors(load_model(repacked.folder))
+    for target in (f"{ATTENTION}.qkv_proj.weight", f"{MLP}.down_proj.weight", "model.embed_tokens.weight"):
+        image = torch.zeros(plan.shapes[target], dtype=torch.bfloat16)
+        names = [name for name, placement in plan.placements.items() if target in placement.targets]
+        assert all(plan.fill(name, repacked.weights[name], image, target) for name in names)
+        assert torch.equal(image.view(torch.int16), held[target].view(torch.int16))
+        assert sum(plan.placement(name).targets[target] for name in names) == image.numel() - plan.uncovered.get(
+            target, 0
+        )
+
+
 @pytest.mark.parametrize("repacked", ["qwen2", "qwen3 tied", "qwen3_moe"], indirect=True)
 def test_tracing_leaves_the_model_as_it_was(repacked: Loaded) -> None:
     """After a trace the model has the same tensor objects, at the same addresses, with the same bits."""

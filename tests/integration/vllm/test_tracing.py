@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deltacast.delta.errors import StateError
+from deltacast.delta.pieces import Lattice, Piece, disjoint
 from deltacast.delta.table import ParamMeta
-from deltacast.engines.vllm.pieces import Lattice, Piece, disjoint
 from deltacast.engines.vllm.tracing import Trace, trace_loader
 
 SHAPE = (12, 8)
