@@ -34,12 +34,15 @@ from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.pulling import PullSettings
 from deltacast.engines.vllm.planner import trace
+from deltacast.engines.vllm.ranks import tensor_parallel_exchange
 from deltacast.engines.vllm.reload import Reloader
 from deltacast.engines.vllm.strategies import (
     DirectWorker,
     Part,
     ReloadWorker,
     ServingWorker,
+    ShardedWorker,
+    agreed,
     choose,
     proven_by_pattern,
     require_covered,
@@ -102,8 +105,8 @@ class EngineStatus:
 class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """vLLM's half of a weight transfer; one per rank, made once the model is loaded. One thread.
 
-    With strategy `direct` weights are kept once, as vLLM runs them, and payload comes to the model's device. With
-    `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files, mapped, which
+    With strategies `direct` and `shards` weights are kept once, as vLLM runs them, and payload comes to the model's
+    device. With `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files, mapped, which
     take memory of their own only where updates have written. With `--load-format dummy` only the files' headers are
     read, and the trainer sends everything at the first handshake.
 
@@ -204,11 +207,17 @@ def _worker(vllm_config: VllmConfig, model: torch.nn.Module) -> ServingWorker:
     plan = require_covered(trace(model, checkpoint.metas()))
     reloader = Reloader(model, vllm_config, plan)
     plan = proven_by_pattern(plan, reloader) if is_dummy else plan.proven(checkpoint.tensors())
-    choice = choose(plan, tensor_parallel=vllm_config.parallel_config.tensor_parallel_size)
+    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
+    choice = choose(plan, tensor_parallel=tensor_parallel)
+    exchange = tensor_parallel_exchange() if tensor_parallel > 1 else None
+    if exchange is not None:
+        choice = agreed(choice, exchange)
     _LOG.info("deltacast updates by strategy %s: %s", choice.strategy, choice.reason)
     worker: ServingWorker
     if choice.strategy == "direct":
         worker = DirectWorker(plan)
+    elif choice.strategy == "shards" and exchange is not None:
+        worker = ShardedWorker(plan, exchange, loaded=not is_dummy)
     elif is_dummy:
         worker = ReloadWorker(_zeros_like(checkpoint), reloader, plan)
     else:

@@ -1,7 +1,8 @@
 """The workers of an engine inside vLLM: one class per way to get weights into the running model, and the choice.
 
 `direct`: the worker's weights are the running model's own memory, seen in the checkpoint's names and shapes, so that
-an update costs what changed. `reload`: they are a copy in host memory, and the modules that changed are loaded anew
+an update costs what changed. `shards`: likewise, but of pieces of the parameters, where ranks share the model; together
+they prove what each received. `reload`: they are a copy in host memory, and the modules that changed are loaded anew
 from it before the vote; the cost grows with those modules. Undo, audits and digests are of the worker's weights.
 """
 
@@ -19,6 +20,8 @@ from deltacast.delta.sources import WeightSource
 from deltacast.engines.base import ServingStatus, WorkerInitInfo
 from deltacast.engines.payload import Incoming
 from deltacast.engines.pulling import PullingWorker
+from deltacast.engines.shard_exchange import Exchange
+from deltacast.engines.shards import ShardWorker
 from deltacast.engines.vllm.planner import Plan
 from deltacast.engines.vllm.reload import Reloader, RuntimeModel
 
@@ -28,6 +31,8 @@ __all__ = [
     "Part",
     "ReloadWorker",
     "ServingWorker",
+    "ShardedWorker",
+    "agreed",
     "choose",
     "proven_by_pattern",
     "require_covered",
@@ -42,7 +47,7 @@ _MOST_NAMED: Final = 5  # parameters that one message lists
 class Choice(NamedTuple):
     """A strategy, and why."""
 
-    strategy: Literal["direct", "reload"]
+    strategy: Literal["direct", "shards", "reload"]
     reason: str
 
 
@@ -68,14 +73,29 @@ def choose(plan: Plan, *, tensor_parallel: int) -> Choice:
         plan: proven.
         tensor_parallel: ranks that share the model.
     """
-    if tensor_parallel > 1:
-        return Choice("reload", f"{tensor_parallel} ranks share the model")
+    shared = tensor_parallel > 1
     for name, placement in plan.placements.items():
         if placement.strategy != "direct":
             return Choice("reload", f"{name}: {placement.reason}")
-        if plan.whole(name) is None:
+        if not shared and plan.whole(name) is None:
             return Choice("reload", f"{name} lies in several pieces")
-    return Choice("direct", f"all {len(plan.placements)} parameters lie as they are in the running model")
+    how = f"in pieces on {tensor_parallel} ranks" if shared else "as they are"
+    return Choice(
+        "shards" if shared else "direct", f"all {len(plan.placements)} parameters lie {how} in the running model"
+    )
+
+
+def agreed(choice: Choice, exchange: Exchange) -> Choice:
+    """Return what all ranks of a server can do: one that has to reload makes all of them reload. Collective.
+
+    Raises:
+        TransportError, StateError: as `Exchange.gather`.
+    """
+    said = exchange.gather("strategy", choice.strategy.encode(), exchange.patience_s)
+    other = next((rank for rank, strategy in enumerate(said) if strategy == b"reload"), None)
+    if choice.strategy == "reload" or other is None:
+        return choice
+    return Choice("reload", f"rank {other} of this server has to")
 
 
 def proven_by_pattern(plan: Plan, reloader: Reloader) -> Plan:
@@ -156,6 +176,32 @@ class DirectWorker(ServingWorker):
         views = {name: plan.whole(name) for name in plan.placements}
         device = next((str(view.device) for view in views.values() if view is not None), "cpu")
         super().__init__(StateDictSource(views), device=device)
+
+
+class ShardedWorker(ServingWorker, ShardWorker):
+    """A worker over what one rank holds of the running model. Making one is collective over the server's ranks.
+
+    Args:
+        plan: one that `choose` finds in pieces.
+        exchange: over the ranks.
+        loaded: whether the model holds the checkpoint; False for dummy weights.
+    """
+
+    strategy = "shards"
+
+    def __init__(self, plan: Plan, exchange: Exchange, *, loaded: bool) -> None:
+        views = {name: plan.views(name) for name in plan.placements if name not in plan.aliases}
+        metas = [plan.placement(name).meta for name in views]
+        device = next((str(view.tensor.device) for held in views.values() for view in held), "cpu")
+        super().__init__(metas, plan.aliases, views, exchange, loaded=loaded, device=device)
+
+    def parts(self) -> list[Part]:
+        """See `ServingWorker`."""
+        claims, names = self.state.claims(), [meta.name for meta in self.state.table]
+        held = [(names[claim.place], claim.shape, claim.box, claim.partial) for claim in claims]
+        aliases = self.state.table.aliases.items()
+        tied = [(alias, *part[1:]) for alias, name in aliases for part in held if part[0] == name]
+        return held + tied
 
 
 class ReloadWorker(ServingWorker):

@@ -1,0 +1,165 @@
+"""A vLLM that pulls from a store: it serves what a fresh one serves, and only reads stores that it was started for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deltacast.delta.errors import InputError
+from deltacast.delta.module_source import ModuleSource, StateDictSource
+from deltacast.engines.base import TrainerInitInfo, WorkerStatus
+from deltacast.engines.clients import PausingClient
+from deltacast.engines.pull_trainer import PullingTrainer, statuses_of_servers
+from deltacast.engines.pulling import PullRequest
+from deltacast.engines.vllm.client import ServerStatus, VllmClient
+from deltacast.store.version_store import VersionStore
+from vllm_models import make_checkpoint, plain_layouts, weights_of, with_weights
+from vllm_offline import Offline, Weights, change, fresh_answers, offline
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "vllm_http_sync.py"
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are its own
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "base", "qwen3", 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> VersionStore:
+    return VersionStore.create(tmp_path / "stores" / "run", run_id="run")
+
+
+def pulling(store: VersionStore) -> dict[str, Any]:
+    """How an engine is started that may read that store, and others beside it."""
+    return {"additional_config": {"deltacast": {"pull": {"allowed": [str(Path(store.backend.url).parent)]}}}}
+
+
+@contextmanager
+def training(weights: Weights, store: VersionStore, engine: Offline) -> Iterator[PullingTrainer]:
+    info = TrainerInitInfo(num_workers=1, store=store)
+
+    def ask() -> Any:
+        return statuses_of_servers([ServerStatus("offline", (engine.status(),))])
+
+    trainer = PullingTrainer(info, StateDictSource(weights), engine, ask)
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()
+
+
+def test_updates_from_a_store_give_what_a_fresh_engine_gives(base: Path, tmp_path: Path, store: VersionStore) -> None:
+    """With weights repacked, and in their plain layout: first whole, then by updates, verified by digest."""
+    weights = weights_of(base)
+    served: list[Any] = []
+    with offline(base, load_format="dummy", **pulling(store)) as engine, training(weights, store, engine) as trainer:
+        assert [worker.verified for worker in trainer.update_workers()] == [True]
+        served.append(engine.answers())
+        change(weights, weights, 1)
+        report = trainer.send_weights(optimizer_step=7)
+        assert (report.error, report.num_verified, engine.status()["optimizer_step"]) == ("", 1, 7)
+        served.append(engine.answers())
+    with plain_layouts(), offline(base, **pulling(store)) as late:
+        pull(late, store, 1)
+        status = late.status()
+        assert (status["strategy"], status["version"], status["serves"], status["error"]) == ("direct", 1, True, "")
+        assert status["digest"] == store.record(1).state_digest
+        plain = late.answers()
+    new = with_weights(tmp_path / "new", base, weights)
+    assert served == [fresh_answers(base), fresh_answers(new)]
+    with plain_layouts():
+        assert plain == fresh_answers(new)
+
+
+def pull(engine: Offline, store: VersionStore, target: int, **changes: Any) -> None:
+    call = PullRequest(where=store.backend.url, run_id="run", base=None, target=target).as_dict()
+    engine.start_weight_update()
+    engine.update_weights({"pull": call["pull"] | changes})
+    engine.finish_weight_update()
+
+
+def test_a_refused_or_broken_pull_leaves_what_was_served(base: Path, store: VersionStore) -> None:
+    """Nothing is raised into vLLM; the status says why."""
+    weights = weights_of(base)
+    with offline(base, **pulling(store)) as engine, training(weights, store, engine) as trainer:
+        assert [worker.verified for worker in trainer.update_workers()] == [True]
+        before = engine.answers()
+        pull(engine, store, 0, where="/etc")
+        assert "does not allow that store" in engine.status()["error"]
+        pull(engine, store, 5)
+        assert "does not have that version" in engine.status()["error"]
+        change(weights, weights, 1)
+        fail_once(engine)
+        assert trainer.send_weights().num_verified == 0
+        status = engine.status()
+        assert (status["version"], status["serves"]) == (0, True)
+        assert "out of memory, say" in status["error"]
+        assert engine.answers() == before
+        assert [worker.verified for worker in trainer.update_workers()] == [True]
+        assert engine.answers() != before
+
+
+def fail_once(engine: Offline) -> None:
+    """Make the next reload fail half way."""
+    load: Any = engine.model.load_weights
+
+    def failing(weights: Iterable[Any]) -> None:
+        engine.model.load_weights = load
+        load(list(weights)[:5])
+        raise RuntimeError("out of memory, say")
+
+    engine.model.load_weights = failing  # type: ignore[assignment]
+
+
+def test_an_engine_with_bad_settings_does_not_start(base: Path) -> None:
+    """A name that nobody knows may have been meant to forbid something."""
+    with (
+        pytest.raises(InputError, match="bad settings of pulls"),
+        offline(base, additional_config={"deltacast": {"pull": {"alowed": []}}}),
+    ):
+        pass
+
+
+def test_a_server_of_two_ranks_pulls_over_http(
+    tmp_path: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank pulls for itself and is verified; the server's label is the version."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM's default wants two NUMA nodes
+    example = load_example()
+    policy = example.make_model(tmp_path / "model")
+    settings = ("--additional-config", json.dumps(pulling(store)["additional_config"]))
+    options = ("--load-format", "dummy", "--tensor-parallel-size", "2", *settings, *example.TRANSFER)
+    with example.serving(tmp_path / "model", *options) as url:
+        client = VllmClient([url])
+        info = TrainerInitInfo(num_workers=2, store=store)
+        ask = partial(asked, client)
+        trainer = PullingTrainer(info, ModuleSource(policy), PausingClient(client), ask)
+        example.train(policy, 1)
+        report = trainer.send_weights()
+        trainer.shutdown()
+        assert (report.error, report.num_verified, len(report.workers)) == ("", 2, 2)
+        assert report.times.paused_s is not None
+        assert example.label(url) == "1"
+
+
+def asked(client: VllmClient) -> dict[str, WorkerStatus]:
+    return statuses_of_servers(client.status())
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("vllm_http_sync", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
