@@ -106,9 +106,9 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
     """vLLM's half of a weight transfer; one per rank, made once the model is loaded. One thread.
 
     With strategies `direct` and `shards` weights are kept once, as vLLM runs them, and payload comes to the model's
-    device. With `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files, mapped, which
-    take memory of their own only where updates have written. With `--load-format dummy` only the files' headers are
-    read, and the trainer sends everything at the first handshake.
+    device. With `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files,
+    mapped, which take memory of their own only where updates have written. With `--load-format dummy` only the files'
+    headers are read, and the trainer sends everything at the first handshake.
 
     Args:
         config: unused; everything comes with the init info.
@@ -132,7 +132,6 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         _require_supported(vllm_config)
         with set_current_vllm_config(vllm_config):  # loaders look there
             self._worker = _worker(vllm_config, model)
-        self._worker.pulls = _pull_settings(vllm_config)
         self._error = ""
 
     @property
@@ -202,14 +201,14 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
 def _worker(vllm_config: VllmConfig, model: torch.nn.Module) -> ServingWorker:
     """Make the worker that the running model allows for, and say which and why."""
-    checkpoint = CheckpointSource(_checkpoint_folder(vllm_config))
+    checkpoint, pulls = CheckpointSource(_checkpoint_folder(vllm_config)), _pull_settings(vllm_config)
     is_dummy = vllm_config.load_config.load_format == "dummy"
     plan = require_covered(trace(model, checkpoint.metas()))
     reloader = Reloader(model, vllm_config, plan)
     plan = proven_by_pattern(plan, reloader) if is_dummy else plan.proven(checkpoint.tensors())
     tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
-    choice = choose(plan, tensor_parallel=tensor_parallel)
     exchange = tensor_parallel_exchange() if tensor_parallel > 1 else None
+    choice = choose(plan, tensor_parallel=tensor_parallel, pulls=bool(pulls.allowed))
     if exchange is not None:
         choice = agreed(choice, exchange)
     _LOG.info("deltacast updates by strategy %s: %s", choice.strategy, choice.reason)
@@ -223,7 +222,7 @@ def _worker(vllm_config: VllmConfig, model: torch.nn.Module) -> ServingWorker:
     else:
         worker = ReloadWorker(checkpoint, reloader, plan)
         worker.follow()  # so that a model that cannot be reloaded is refused now
-    worker.untouched = not is_dummy
+    worker.pulls, worker.untouched = pulls, not is_dummy
     return worker
 
 

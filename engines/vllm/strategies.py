@@ -66,23 +66,28 @@ def require_covered(plan: Plan) -> Plan:
     return plan
 
 
-def choose(plan: Plan, *, tensor_parallel: int) -> Choice:
+def choose(plan: Plan, *, tensor_parallel: int, pulls: bool = False) -> Choice:
     """Choose how updates get into a running model.
 
     Args:
         plan: proven.
         tensor_parallel: ranks that share the model.
+        pulls: whether the worker may be told to pull, which one that holds pieces cannot.
     """
     shared = tensor_parallel > 1
+    if shared and pulls:
+        return Choice("reload", "ranks that pull from a store keep whole parameters")
     for name, placement in plan.placements.items():
         if placement.strategy != "direct":
             return Choice("reload", f"{name}: {placement.reason}")
         if not shared and plan.whole(name) is None:
             return Choice("reload", f"{name} lies in several pieces")
-    how = f"in pieces on {tensor_parallel} ranks" if shared else "as they are"
-    return Choice(
-        "shards" if shared else "direct", f"all {len(plan.placements)} parameters lie {how} in the running model"
-    )
+    count = len(plan.placements)
+    if shared:
+        return Choice(
+            "shards", f"all {count} parameters lie in pieces in the running model, on {tensor_parallel} ranks"
+        )
+    return Choice("direct", f"all {count} parameters lie as they are in the running model")
 
 
 def agreed(choice: Choice, exchange: Exchange) -> Choice:

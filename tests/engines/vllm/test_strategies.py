@@ -61,10 +61,11 @@ def test_updates_are_written_into_fused_memory(device: str, wire: str) -> None:
 
 
 def test_the_choice_names_what_stands_against_direct_writes() -> None:
-    """All direct and whole: direct. Several ranks, one parameter that is not, or one in pieces: reload, and why."""
+    """All direct and whole: direct, and on several ranks shards. One that is not, or in pieces: reload, and why."""
     plan = fused(torch.zeros(13, WIDTH, dtype=torch.bfloat16))
     assert choose(plan, tensor_parallel=1).strategy == "direct"
-    assert choose(plan, tensor_parallel=2) == ("reload", "2 ranks share the model")
+    assert choose(plan, tensor_parallel=2).strategy == "shards"
+    assert choose(plan, tensor_parallel=2, pulls=True).strategy == "reload"
     packed = replace(plan.placements["k"], strategy="reload", reason="it is packed")
     assert choose(replace(plan, placements={**plan.placements, "k": packed}), tensor_parallel=1) == (
         "reload",
