@@ -179,6 +179,7 @@ class TrainerInitInfo:
             timeout_s=self.timeout_s,
             decision_timeout_s=max(self.decision_timeout_s, self.timeout_s),  # the others may vote until then
             audit=self.audit,
+            payload_device=self.device.partition(":")[0],
         )
 
 
@@ -196,6 +197,7 @@ class WorkerInitInfo:
         audit: how much to rescan in each round.
         idle_timeout_s: how long to wait for the next round, or to be admitted: a trainer lets workers in at the start
             of a `send_weights` only.
+        payload_device: `cpu` or `cuda`, what the trainer sends from: a worker receives where it sends. Empty: unknown.
 
     Raises:
         InputError: a bad secret, timeout or audit policy.
@@ -209,6 +211,7 @@ class WorkerInitInfo:
     decision_timeout_s: float = 120.0
     audit: AuditPolicy = 16
     idle_timeout_s: float = 600.0
+    payload_device: str = ""
 
     def __post_init__(self) -> None:
         check_audit(self.audit)

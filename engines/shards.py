@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+import torch
+
 from deltacast.delta.errors import ProtocolError, TableError
 from deltacast.delta.pieces import View
 from deltacast.delta.shard_cover import Cover
@@ -88,12 +90,14 @@ class ShardWorker(RoundWorker):
         self._cover = Cover(state.table, [_claims(state, rank, raw) for rank, raw in enumerate(said)])
         if loaded:
             state.adopt(self._cover.totals())
-        self._wires = ["container"]
 
     @property
     def state(self) -> ShardState:
         """What this rank holds, and the whole parameters' fingerprints; read it between rounds only."""
         return self._shards
+
+    def _receive_on(self, device: torch.device) -> None:
+        self._device, self._wires = device, ["container"]
 
     def _hello(self) -> Hello:
         """Say what the server holds: what all its ranks say alike, or nothing, so that all are seeded."""

@@ -112,10 +112,9 @@ class RoundWorker(WorkerEngine):
         threads: int = 1,
     ) -> None:
         self._state = source if isinstance(source, WeightState) else _live(source, threads)
-        self._device = torch.device(device)
+        self._receive_on(torch.device(device))
         self._undo_budget_bytes = undo_budget_bytes
         self._max_payload_bytes = max_payload_bytes
-        self._wires = wires_into(self._state, self._device)
         self._receiver: ChunkReceiver | None = None
         self._coder: ChunkCoder | None = None
         self._info: WorkerInitInfo | None = None
@@ -164,6 +163,7 @@ class RoundWorker(WorkerEngine):
             self._disconnect()
             if self._stuck is not None and not self._stuck.done:
                 raise StateError("a collective has still not ended", hint="Restart this process.")
+            self._agree_on_device(info.payload_device)
             self._info = info
             hello = self._hello()  # before connecting: a long scan must keep nobody waiting
             deadline, admission = Deadline(info.timeout_s), Deadline(info.idle_timeout_s)
@@ -211,6 +211,20 @@ class RoundWorker(WorkerEngine):
             except BaseException as err:
                 self._lose(err)
                 raise
+
+    def _receive_on(self, device: torch.device) -> None:
+        """Have payload arrive there from the next handshake on."""
+        self._device, self._wires = device, wires_into(self._state, device)
+
+    def _agree_on_device(self, sent_from: str) -> None:
+        """Raise unless payload can arrive where this worker receives; one that may receive elsewhere goes there."""
+        if sent_from not in {"", self._device.type}:
+            raise InputError(
+                "the trainer's payload travels another way",
+                expected=f"a trainer on {self._device.type}, as this worker's device {str(self._device)!r} says",
+                found=sent_from,
+                hint=f"Give the trainer a device of {self._device.type}, or this worker one of {sent_from}.",
+            )
 
     def _hello(self) -> Hello:
         damage = self._state.audit()

@@ -167,6 +167,12 @@ class ServingWorker(PullingWorker):
         super()._stop_serving()
         self.untouched = False
 
+    def _agree_on_device(self, sent_from: str) -> None:
+        """Receive on the host what a trainer sends from there, wherever the model runs: nobody chose this device."""
+        if sent_from == "cpu" and self._device.type != "cpu":
+            self._receive_on(torch.device("cpu"))
+        super()._agree_on_device(sent_from)
+
 
 class DirectWorker(ServingWorker):
     """A worker over the running model's own memory.

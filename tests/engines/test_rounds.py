@@ -14,6 +14,7 @@ import torch
 from deltacast.delta.errors import (
     AuthenticationError,
     DeadlineError,
+    InputError,
     RoundAbortedError,
     StateError,
     TableError,
@@ -446,3 +447,13 @@ def test_the_registry_finds_both_halves_by_name() -> None:
     assert worker_engine("sparse_nccl") is SparseNcclWorker
     with pytest.raises(ValueError, match="unknown engine: expected one of ipc, sparse_nccl"):
         trainer_engine("carrier_pigeon")
+
+
+def test_a_worker_elsewhere_than_the_trainers_payload_is_refused_before_it_connects() -> None:
+    """Else nobody could form a group, and each would blame the other's timeout."""
+    policy = Policy(0)
+    with in_process(Policy(0)) as ((worker,), client), trainer_of(policy, client, 1) as trainer:
+        told = dict(trainer.worker_init_info)
+        assert told["payload_device"] == "cpu"
+        with pytest.raises(InputError, match=r"travels another way: expected a trainer on cpu.*found cuda"):
+            worker.init_transfer_engine(told | {"payload_device": "cuda"})

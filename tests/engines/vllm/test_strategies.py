@@ -86,3 +86,17 @@ def test_a_parameter_without_a_place_is_refused_by_name() -> None:
     assert require_covered(plan) is plan
     with pytest.raises(InputError, match="no place for k"):
         require_covered(replace(plan, placements={**plan.placements, "k": absent}))
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_updated_by_a_trainer_on_the_host_too() -> None:
+    """Nobody chose the device of its payload: it receives where the trainer sends."""
+    running = torch.zeros(sum(ROWS.values()), WIDTH, dtype=torch.bfloat16, device="cuda:0")
+    weights = {name: torch.randn(rows, WIDTH).to(torch.bfloat16) for name, rows in ROWS.items()}
+    worker = DirectWorker(fused(running))
+    trainer = SparseNcclTrainer.trainer_init(info(1), StateDictSource(weights), InProcessClient([worker]))
+    weights["k"] *= -1
+    assert trainer.send_weights().num_verified == 1
+    trainer.shutdown()
+    worker.shutdown()
+    assert torch.equal(running.cpu().view(torch.int16), torch.cat(list(weights.values())).view(torch.int16))
