@@ -30,6 +30,7 @@ from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unor
 from deltacast.delta.pieces import Piece
 from deltacast.delta.shard_cover import Cover
 from deltacast.delta.shards import Shard, ShardState
+from deltacast.delta.state import Damage
 from deltacast.delta.threads import in_order
 
 __all__ = ["ShardTransaction"]
@@ -198,9 +199,7 @@ class ShardTransaction:
     def _wrong_base(self, patch: SparseWeightPatch, found: int) -> CorruptionError | VerificationError:
         damage = self._owner.audit([patch.name])
         if damage:
-            return CorruptionError("weights are damaged", parameter=patch.name,
-                                   expected=format_sum(damage[0].expected), found=format_sum(damage[0].found),
-                                   hint="Repair it: have the trainer send this parameter whole.")  # fmt: skip
+            return _damaged(damage[0])
         return VerificationError("some rank of this server holds other bits than the update was made against",
                                  parameter=patch.name, expected=format_sum(patch.old_sum or 0),
                                  found=format_sum(found))  # fmt: skip
@@ -221,6 +220,8 @@ def _stage_patch(state: ShardState, update: WeightUpdate, patch: SparseWeightPat
         if found != patch.fingerprint_after:
             raise _broken_promise(update, patch, found)
         return [_whole_write(shard, shard.cut(patch.values)) for shard in shards]
+    if patch.old_sum is None and (damage := state.audit([patch.name])):  # nothing else says what was there
+        raise _damaged(damage[0])
     return [_sparse_write(shard, patch, patch.indices) for shard in shards]
 
 
@@ -237,6 +238,12 @@ def _check_patch(state: ShardState, place: int, patch: SparseWeightPatch) -> Non
         raise VerificationError("the update was made against other bits", parameter=patch.name,
                                 expected=format_sum(running),
                                 found=format_sum(patch.fingerprint_before or 0))  # fmt: skip
+
+
+def _damaged(damage: Damage) -> CorruptionError:
+    return CorruptionError("weights are damaged", parameter=damage.parameter, expected=format_sum(damage.expected),
+                           found=format_sum(damage.found),
+                           hint="Repair it: have the trainer send this parameter whole.")  # fmt: skip
 
 
 def _whole_write(shard: Shard, new: Words) -> _Write:

@@ -169,8 +169,9 @@ class ChunkOutgoing(Outgoing):
         self._sender.advance(self.target_version)
 
     def discard(self) -> None:
-        """See `Outgoing`."""
+        """See `Outgoing`. The source, too, is let go now: it may be a collective that others wait in."""
         self._ready.close()
+        self._sender.stop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,12 @@ class Membership:
         server, seat = member.hello.server, (member.hello.server, member.hello.server_rank)
         if not server:
             return [member]
-        waiting = [other for other in self._incomplete
-                   if not other.channel.gone() and (other.hello.server, other.hello.server_rank) != seat]  # fmt: skip
+        waiting = []
+        for other in self._incomplete:
+            if other.channel.gone() or (other.hello.server, other.hello.server_rank) == seat:
+                other.channel.close()
+            else:
+                waiting.append(other)
         self._incomplete = [*waiting, member]
         ranks = [other for other in self._incomplete if other.hello.server == server]
         if len(ranks) < member.hello.num_ranks:

@@ -131,13 +131,13 @@ class PullingTrainer:
         head = self._head
         pull = PullRequest(where=self._where, run_id=head.run_id, base=None, target=head.version)
         try:
-            error = _error_of(self._client.start_weight_update)
-            error = error or _error_of(lambda: self._client.update_weights(pull.as_dict()))
+            errors = [_error_of(self._client.start_weight_update)]
+            errors += [_error_of(lambda: self._client.update_weights(pull.as_dict()))]  # whoever can be reached
         finally:  # after an interrupt too, so that nobody stays paused
-            finish_error = _error_of(self._client.finish_weight_update)
+            errors += [_error_of(self._client.finish_weight_update)]
         statuses = {} if self._ask is None else self._ask()
         verdicts = (_verdict(rank, name, status, head) for rank, (name, status) in enumerate(statuses.items(), 1))
-        return "; ".join(filter(None, (error, finish_error))), tuple(verdicts)
+        return "; ".join(filter(None, errors)), tuple(verdicts)
 
     def _report(
         self, update: WeightUpdate, workers: tuple[WorkerVerdict, ...], error: str, times: StageTimes

@@ -157,7 +157,8 @@ class PullingWorker(RoundWorker):
         """Pull, if that is what the call says; else as `WorkerEngine`. Blocks.
 
         A pull that has been done already is answered in the same way again. On every error but the last two below the
-        worker serves what it served before, and `status.last_error` says what went wrong.
+        worker serves what it served before, if that was a version, and `status.last_error` says what went wrong; a
+        first version that came whole has no undo.
 
         Raises:
             InputError: a bad call, a store that is not allowed, other parameters, or the worker's limits exceeded.
@@ -239,6 +240,7 @@ class PullingWorker(RoundWorker):
             if (record.table_digest, record.state_digest) == ours:
                 self._state.version = record.version
                 self._state.mark_audited()
+                self._weights_written(None)  # they may have come by a pull whose last step failed
                 self._serving = ServingStatus.SERVING
                 self._note(record)
                 return

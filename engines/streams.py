@@ -39,6 +39,7 @@ class Streams:
         self._sender: ChunkSender | None = None
         self._coder: ChunkCoder | None = None
         self._density: float | None = None
+        self._too_dense = False
         self._metas: tuple[ParamMeta, ...] | None = None  # as they were last, and their places
         self._places: tuple[int, ...] = ()
 
@@ -49,6 +50,8 @@ class Streams:
             InputError: a wire was asked for that a worker cannot receive.
             TableError: the source no longer has the baseline's parameters.
         """
+        if self._too_dense:
+            return None
         info, table = self._info, self._baseline.state.table
         choice = choose_wire(
             info.wire,
@@ -81,7 +84,11 @@ class Streams:
 
     def note(self, report: RoundReport) -> None:
         """Learn from a round."""
-        self._density = report.density
+        self._density, self._too_dense = report.density, False
+
+    def note_too_dense(self) -> None:
+        """Learn that a round had more changes than there is room for: until one is sent it is to be a container."""
+        self._too_dense = True
 
     def _sender_for(self, *, coded: bool) -> ChunkSender:
         order = self._order()

@@ -181,6 +181,9 @@ class RoundTrainer(TrainerEngine):
             self._client_call("start the update", self._client.start_weight_update)
             report = self._update_workers(optimizer_step)
         except BaseException:  # nobody stays paused over a call that failed
+            early, self._early = self._early, None
+            if early is not None:
+                early[1].discard()
             try:
                 self._client.finish_weight_update()
             except Exception as err:  # noqa: BLE001 - the user's code; the first error is the one to report
@@ -294,6 +297,7 @@ class RoundTrainer(TrainerEngine):
                 return payload, self._publish_payload(payload)
             except CapacityError as err:
                 _LOG.warning("deltacast sends a container instead: %s", err)
+                self._streams.note_too_dense()
                 self._catch_up()
                 payload = None
         if payload is None or payload.target_version != target_version:  # a worker came that knows newer ones

@@ -252,6 +252,7 @@ class RoundWorker(WorkerEngine):
             self._state.version = welcome.version
             self._state.mark_audited()
         if welcome.action == "leave":
+            self._weights_written(None)  # they may have come by a round whose last step failed
             self._serving = ServingStatus.SERVING
         elif welcome.action == "seed":
             self._serving = ServingStatus.EMPTY

@@ -8,7 +8,7 @@ baseline moves by exactly what was sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias
@@ -122,7 +122,7 @@ class ChunkSender:
         self._places = [np.array(members) for members in self.plan.members]
         self._numbers = {place: (i, j) for i, places in enumerate(self.plan.members) for j, place in enumerate(places)}
         self.in_place = self._stayed = False
-        self._unlaunched: Iterator[_Launch] = iter(())
+        self._unlaunched = self._launches(iter(()))
         self._waiting: deque[_Launch] = deque()
         self._sent: list[SentChunk] = []
         self._after: NDArray[np.uint64] | None = None
@@ -194,6 +194,10 @@ class ChunkSender:
         """
         if self._runs_on and self.in_place:
             self._waiting.extend(islice(self._unlaunched, num_chunks))
+
+    def stop(self) -> None:
+        """Read no more of the new weights in this round, which has failed; nothing if all were read."""
+        self._unlaunched.close()
 
     def sums(self) -> tuple[Sums, str]:
         """Return what the workers must arrive at, and the state digest of it. Blocks until all chunks were diffed.
@@ -287,7 +291,7 @@ class ChunkSender:
         copy_bits(copy, plain, name=name)
         return copy
 
-    def _launches(self, source: Iterator[torch.Tensor]) -> Iterator[_Launch]:
+    def _launches(self, source: Iterator[torch.Tensor]) -> Generator[_Launch, None, None]:
         pointed, stayed = 0, not self._staged
         self.in_place, self._stayed = self._stayed, False  # the latter also if this round does not come to its end
         for number, span in enumerate(self.plan.spans):

@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -93,8 +94,12 @@ class HttpClient:
         self._send(self._request("start_weight_update"))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`; blocks until the update is over everywhere, or one server has failed. Errors as `call`."""
-        self._send(self._request("update_weights", body={"update_info": update_info}, whole_update=True))
+        """See `Client`; blocks until the update is over everywhere, or one server has failed. Errors as `call`.
+
+        Servers that pull do so each by itself: the others are waited for.
+        """
+        request = self._request("update_weights", body={"update_info": update_info}, whole_update=True)
+        self._send(replace(request, fail_fast="pull" not in update_info))
 
     def finish_weight_update(self) -> None:
         """See `Client`. Errors as `call`."""

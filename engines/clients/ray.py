@@ -67,15 +67,18 @@ class RayClient:
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See `Client`; blocks until every worker is admitted, or one actor has failed. Errors as `call`."""
-        self._call("init_transfer_engine", init_info, whole_update=True)
+        self._call("init_transfer_engine", init_info, whole_update=True, fail_fast=True)
 
     def start_weight_update(self) -> None:
         """See `Client`. Errors as `call`."""
         self._call("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`; blocks until the update is over everywhere, or one actor has failed. Errors as `call`."""
-        self._call("update_weights", update_info, whole_update=True)
+        """See `Client`; blocks until the update is over everywhere, or one actor has failed. Errors as `call`.
+
+        Actors that pull do so each by itself: the others are waited for.
+        """
+        self._call("update_weights", update_info, whole_update=True, fail_fast="pull" not in update_info)
 
     def finish_weight_update(self) -> None:
         """See `Client`. Errors as `call`."""
@@ -91,7 +94,9 @@ class RayClient:
         """
         self._call(verb, **arguments)
 
-    def _call(self, verb: str, *values: Any, whole_update: bool = False, **arguments: Any) -> None:
+    def _call(
+        self, verb: str, *values: Any, whole_update: bool = False, fail_fast: bool = False, **arguments: Any
+    ) -> None:
         import ray
 
         methods = [self._method(actor, verb) for actor in self._actors]
@@ -99,7 +104,7 @@ class RayClient:
         deadline = Deadline(self._update_timeout_s if whole_update else self._timeout_s)
         waiting, errors = results, dict[Any, str]()
         # The others would wait for the one that failed, and the trainer for them. Any other call must end at all.
-        while waiting and not (whole_update and any(errors.values())):
+        while waiting and not (fail_fast and any(errors.values())):
             ended, waiting = ray.wait(waiting, timeout=max(0.0, deadline.remaining_s))
             if not ended:
                 errors |= dict.fromkeys(waiting, f"did not end within {deadline.seconds:g} s")

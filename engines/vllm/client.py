@@ -49,8 +49,8 @@ class ServerStatus:
     @property
     def serves(self) -> bool:
         """Whether every rank holds the same whole version, or the checkpoint that the server was started with."""
-        versions = {rank["version"] for rank in self.ranks}
-        return len(versions) == 1 and all(rank["serves"] for rank in self.ranks)
+        held = {(rank.get("run_id"), rank["version"], rank.get("digest")) for rank in self.ranks}
+        return len(held) == 1 and all(rank["serves"] for rank in self.ranks)
 
     @property
     def version(self) -> int | None:
@@ -210,8 +210,8 @@ def _parts_of(answer: Answer, nonce: str) -> ServerParts:
         parts = tuple(HeldPart.of(number, row) for number, rank in enumerate(ranks) for row in rank["parts"])
     except (FormatError, KeyError, TypeError) as err:
         raise TransportError(f"{answer.worker}: {err}", hint="Is deltacast there as new as here?") from err
-    versions = {rank.get("version") for rank in ranks}
-    return ServerParts(answer.worker, len(ranks), versions.pop() if len(versions) == 1 else None, parts)
+    runs = {(rank.get("run_id"), rank.get("version")) for rank in ranks}
+    return ServerParts(answer.worker, len(ranks), ranks[0].get("version") if len(runs) == 1 else None, parts)
 
 
 def _ranks_of(answer: Answer, nonce: str) -> tuple[dict[str, Any], ...]:

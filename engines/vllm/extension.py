@@ -40,8 +40,8 @@ class DeltacastExtension:
             nonce: as in `deltacast_status`.
 
         Returns:
-            `parts`: rows of name, shape, box and fingerprint (16 hex digits); `version`; and why there are none:
-            `damaged`, if the running model does not hold what this worker says, else `error`.
+            `parts`: rows of name, shape, box and fingerprint (16 hex digits); `run_id` and `version`; and why there are
+            none: `damaged`, if the running model does not hold what this worker says, else `error`.
         """
         answer: dict[str, Any] = {"nonce": nonce, "version": None, "parts": [], "damaged": "", "error": ""}
         engine = self.weight_transfer_engine
@@ -50,7 +50,7 @@ class DeltacastExtension:
                 return answer | {"error": _OTHER_BACKEND}
             rows = [[name, list(shape), [list(edges) for edges in box], format_sum(fingerprint)]
                     for name, shape, box, fingerprint in engine.parts()]  # fmt: skip
-            return answer | {"version": engine.status.version, "parts": rows}
+            return answer | {"run_id": engine.status.run_id, "version": engine.status.version, "parts": rows}
         except StateError as err:
             return answer | {"damaged": str(err)}
         except Exception as err:  # noqa: BLE001 - the boundary to vLLM's RPC

@@ -17,8 +17,10 @@ from deltacast.delta.errors import InputError, StateError
 from deltacast.delta.fingerprint import Box
 from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.sources import WeightSource
+from deltacast.delta.state import Damage
 from deltacast.engines.base import ServingStatus, WorkerInitInfo
 from deltacast.engines.payload import Incoming
+from deltacast.engines.protocol import Hello
 from deltacast.engines.pulling import PullingWorker
 from deltacast.engines.shard_exchange import Exchange
 from deltacast.engines.shards import ShardWorker
@@ -142,6 +144,7 @@ class ServingWorker(PullingWorker):
 
     strategy: ClassVar[str]
     untouched = False
+    _home: torch.device | None = None  # where payload arrives, unless the trainer sends from the host
 
     @property
     def serves(self) -> bool:
@@ -167,10 +170,20 @@ class ServingWorker(PullingWorker):
         super()._stop_serving()
         self.untouched = False
 
+    def _hello(self) -> Hello:
+        hello = super()._hello()
+        self.untouched = self.untouched and not hello.damaged
+        return hello
+
+    def _undo(self, payload: Incoming | None, served_before: ServingStatus) -> list[Damage]:
+        damaged = super()._undo(payload, served_before)
+        self.untouched = self.untouched and not damaged
+        return damaged
+
     def _agree_on_device(self, sent_from: str) -> None:
         """Receive on the host what a trainer sends from there, wherever the model runs: nobody chose this device."""
-        if sent_from == "cpu" and self._device.type != "cpu":
-            self._receive_on(torch.device("cpu"))
+        self._home = self._home or self._device
+        self._receive_on(torch.device("cpu") if sent_from == "cpu" else self._home)
         super()._agree_on_device(sent_from)
 
 

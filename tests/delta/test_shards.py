@@ -167,6 +167,20 @@ def test_a_damaged_word_that_is_overwritten_is_found_before_the_first_write() ->
     assert server.runtimes[0].bits()["o"].tolist() == broken
 
 
+def test_a_damaged_word_under_an_update_that_does_not_know_what_was_there_is_found_too() -> None:
+    """A fold of deltas has no sum of the words before it: the rank looks at its own."""
+    checkpoint = Checkpoint()
+    server = Server(checkpoint, 2)
+    server.runtimes[0].tensors["o"].view(torch.int16)[1, 1] ^= 8
+    checkpoint.o.data.view(torch.int16)[1, 1] ^= 1
+    update = server.trainer.diff(ModuleSource(checkpoint))
+    update = replace(update, patches=tuple(replace(patch, old_sum=None) for patch in update.patches))
+    with pytest.raises(CorruptionError) as damaged:
+        ShardTransaction.stage(server.states[0], update)
+    assert damaged.value.parameter == "o"
+    ShardTransaction.stage(server.states[1], update).rollback()
+
+
 def test_a_replica_that_differs_is_named() -> None:
     """In a round by what is overwritten, and of a whole checkpoint by its bits: both ranks and the parameter."""
     checkpoint = Checkpoint()

@@ -150,6 +150,14 @@ def test_who_takes_part_in_an_update_is_not_waited_for_once_another_failed() -> 
             client.update_weights({})
 
 
+def test_a_server_that_pulls_is_waited_for_though_another_failed() -> None:
+    """Each pulls by itself; whoever let it go would have it resumed in the middle of its writing."""
+    with silent_server() as silent, RawServer(http_reply("500 Oh", b"no")) as failing:
+        client = HttpClient([silent, failing.url], update_timeout_s=0.5)
+        with pytest.raises(TransportError, match=rf"{silent}: no answer within 0\.5 s; {failing.url}: status 500: no"):
+            client.update_weights({"pull": {}})
+
+
 def test_a_server_that_died_is_dropped_by_setting_the_servers(servers: list[HttpWorker]) -> None:
     """The trainer goes on with the other, which is the only one that is called from then on."""
     policy = Policy(0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltacast.delta.errors import DeltacastError, InputError, RoundAbortedError, TableError
+from deltacast.delta.errors import DeltacastError, InputError, RoundAbortedError, StateError, TableError
 from deltacast.delta.module_source import ModuleSource, StateDictSource
 from deltacast.engines.base import ServingStatus
 from deltacast.engines.clients import InProcessClient
@@ -195,6 +195,40 @@ def test_a_round_denser_than_its_buffers_goes_as_a_container(
         policy.step(1)
         assert trainer.send_weights().wire == wire
         assert weights_of(served) == weights_of(policy)
+
+
+class ReadOnce(StateDictSource):
+    """A source that others read along with: once in a call, and each pass to its end."""
+
+    num_open, may_read = 0, True
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self.may_read:
+            raise StateError("read already in this call")
+        self.may_read = False
+        self.num_open += 1
+        try:
+            yield from super().tensors()
+        finally:
+            self.num_open -= 1
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_dense_round_of_a_source_that_is_read_once_goes_with_the_next_call(wire: str) -> None:
+    """Nobody waits for the rest of the first pass meanwhile; then the wire is a container from the start."""
+    weights = {"w": torch.zeros(1 << 21, dtype=torch.bfloat16), "x": torch.zeros(1 << 21, dtype=torch.bfloat16)}
+    served = {name: tensor.clone() for name, tensor in weights.items()}
+    with Pair("cpu", weights, served, source=ReadOnce, wire=wire, max_density=1e-6, **SMALL) as pair:
+        assert isinstance(pair.source, ReadOnce)
+        weights["w"].add_(1.0)
+        pair.source.may_read = True
+        with pytest.raises(StateError, match="read already"):
+            pair.trainer.send_weights()
+        assert pair.source.num_open == 0
+        pair.source.may_read = True
+        report = pair.trainer.send_weights()
+        assert (report.wire, report.num_verified) == ("container", 1)
+        assert same(served["w"], weights["w"])
 
 
 @DEVICES

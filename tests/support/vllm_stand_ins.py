@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Final
 
 from deltacast.engines.vllm.client import VllmClient
+
+_RANK: Final = {"serves": True, "run_id": "run", "version": None, "digest": "xxh3_128:0", "error": "", "parts": []}
 
 
 class RankServer:
@@ -24,7 +26,7 @@ class RankServer:
     """
 
     def __init__(self, *ranks: dict[str, Any]) -> None:
-        self.ranks = [{"serves": True, "version": None, "error": "", "parts": []} | rank for rank in ranks]
+        self.ranks = [_RANK | rank for rank in ranks]
         self.says: tuple[int, Any] | None = None
         self.calls: list[tuple[str, Any]] = []
         self.health = [200]

@@ -31,10 +31,16 @@ def test_each_server_is_labelled_with_the_version_that_it_serves() -> None:
 
 @pytest.mark.parametrize(
     ("second", "serves"),
-    [({"version": 3}, True), ({"version": 4}, False), ({"version": 3, "serves": False}, False)],
+    [
+        ({"version": 3}, True),
+        ({"version": 4}, False),
+        ({"version": 3, "serves": False}, False),
+        ({"version": 3, "run_id": "another"}, False),
+        ({"version": 3, "digest": "xxh3_128:ff"}, False),
+    ],
 )
 def test_a_server_serves_what_all_of_its_ranks_serve(second: dict[str, Any], serves: bool) -> None:
-    """Ranks that hold different versions, or one that holds none, are a server that holds none."""
+    """Ranks that hold different versions, under one number or not, or one that holds none: it holds none."""
     server = RankServer({"version": 3}, second)
     with rank_servers(server) as client:
         [status] = client.status()

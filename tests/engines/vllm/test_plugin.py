@@ -54,7 +54,7 @@ def test_a_worker_says_what_its_engine_holds() -> None:
     """As JSON takes it; an error of the engine is an answer too."""
 
     class Engine:
-        status = SimpleNamespace(version=4)
+        status = SimpleNamespace(run_id="run", version=4)
 
         def __init__(self) -> None:
             self.rows: Any = [("w", (4, 2), ((0, 4), (0, 1)), (1 << 64) - 1), ("scalar", (), (), 0)]
@@ -69,7 +69,8 @@ def test_a_worker_says_what_its_engine_holds() -> None:
 
     answer = json.loads(json.dumps(Worker().deltacast_parts("asked")))
     rows = [["w", [4, 2], [[0, 4], [0, 1]], "f" * 16], ["scalar", [], [], "0" * 16]]
-    assert answer == {"nonce": "asked", "version": 4, "parts": rows, "damaged": "", "error": ""}
+    said = {"run_id": "run", "version": 4, "parts": rows}
+    assert answer == {"nonce": "asked", "damaged": "", "error": "", **said}
     engine.rows = [None]
     answer = Worker().deltacast_parts("again")
     assert (answer["nonce"], answer["parts"]) == ("again", [])
