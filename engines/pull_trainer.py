@@ -130,8 +130,9 @@ class PullingTrainer:
     def _update_workers(self) -> tuple[str, tuple[WorkerVerdict, ...]]:
         head = self._head
         pull = PullRequest(where=self._where, run_id=head.run_id, base=None, target=head.version)
+        errors = list[str]()
         try:
-            errors = [_error_of(self._client.start_weight_update)]
+            errors += [_error_of(self._client.start_weight_update)]
             errors += [_error_of(lambda: self._client.update_weights(pull.as_dict()))]  # whoever can be reached
         finally:  # after an interrupt too, so that nobody stays paused
             errors += [_error_of(self._client.finish_weight_update)]

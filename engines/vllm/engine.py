@@ -129,7 +129,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        _require_supported(vllm_config)
+        _require_supported(vllm_config, model)
         with set_current_vllm_config(vllm_config):  # loaders look there
             self._worker = _worker(vllm_config, model)
         self._error = ""
@@ -233,10 +233,18 @@ def _pull_settings(vllm_config: VllmConfig) -> PullSettings:
     return PullSettings.from_dict(ours.get("pull", {}))
 
 
-def _require_supported(vllm_config: VllmConfig) -> None:
-    parallel = vllm_config.parallel_config
+def _require_supported(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
+    parallel, quantization = vllm_config.parallel_config, vllm_config.model_config.quantization
+    is_online = isinstance(vllm_config.quant_config, OnlineQuantizationConfig)  # of a checkpoint that is not quantised
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
     unsupported = {
-        "quantization": vllm_config.model_config.quantization,
+        f"quantization {quantization} of the checkpoint": quantization and not is_online,
+        # Scales are maxima over all ranks, and a rank that reloads alone, to undo an update, would wait for the others.
+        f"--quantization {quantization} and tensor parallelism": is_online and parallel.tensor_parallel_size > 1,
+        f"--quantization {quantization} of experts": any(isinstance(method, OnlineMoEMethodBase) for method in methods),
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-lora": vllm_config.lora_config,

@@ -2,20 +2,23 @@
 
 Tensors that a plan proves to be plain are compared bit by bit. A matrix that vLLM's CPU build packed away is multiplied
 with unit vectors, which gives columns of it; some of them, others each time, so that it costs little beside a reload.
-Experts that were packed are compared with what packing gives. Packed matrices of other dtypes than bf16, and packed
-experts that were padded as well, are not read back.
+Experts that were packed are compared with what packing gives, and matrices that vLLM quantised with what quantising
+gives. Matrices and experts of checkpoints of other dtypes than bf16, and packed experts that were padded as well, are
+not read back.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from deltacast.delta.bits import strided_words
 from deltacast.engines.vllm.planner import Plan
 
 __all__ = ["differing_modules"]
@@ -58,6 +61,7 @@ class _Readback:
             not all(self._holds(target) for target in self._targets.get(path, ()))
             or (hasattr(module, "cpu_linear") and self._packs_another(path, module))
             or (hasattr(module, "w13_weight") and self._packs_other_experts(path, module))
+            or self._quantises_another(path, module)
         )
 
     def _is_direct(self, name: str) -> bool:
@@ -91,6 +95,22 @@ class _Readback:
                 return True
         return False
 
+    def _quantises_another(self, path: str, module: Any) -> bool:
+        from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+
+        if not isinstance(getattr(module, "quant_method", None), OnlineLinearBase):
+            return False
+        image = self._image(f"{path}.weight")
+        if image is None:
+            return False
+        fresh = copy.copy(module)  # a shell: vLLM's method reads and replaces attributes of it, and no tensor is shared
+        fresh._parameters = dict.fromkeys(module._parameters)  # noqa: SLF001
+        fresh.weight = nn.Parameter(image.to(module.weight.device), requires_grad=False)
+        vars(fresh).pop("_already_called_process_weights_after_loading", None)  # else it would do nothing
+        fresh.quant_method.process_weights_after_loading(fresh)
+        made = {name: tensor for name, tensor in fresh._parameters.items() if tensor is not None}  # noqa: SLF001
+        return not all(_same_bits(tensor, getattr(module, name), f"{path}.{name}") for name, tensor in made.items())
+
     def _image(self, target: str) -> torch.Tensor | None:
         """Return a bf16 tensor as its loader would fill it, NaN where it does not; None if that is not known."""
         names = self._loaded.get(target, ())
@@ -99,6 +119,10 @@ class _Readback:
         image = torch.full(self._plan.shapes[target], torch.nan, dtype=torch.bfloat16)
         filled = [self._plan.fill(name, self._weight(name), image, target) for name in names]
         return image if all(filled) else None
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor, name: str) -> bool:
+    return torch.equal(strided_words(one, name=name), strided_words(other, name=name))
 
 
 def _comparable(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Bring vLLM's running model after weights in host memory that have the checkpoint's names, shapes and dtypes.
 
-A running model's tensors are fused, sharded, and on CPUs repacked: where a plan (planner.py) says that a parameter
-cannot be written as it is, only the model's own loader knows how to fill it. So the modules that changed, and only
-they, go through vLLM's layerwise reload, each with every checkpoint tensor that it is made of: a module that gets some
-of its members keeps garbage for the others.
+A running model's tensors are fused, sharded, quantised, and on CPUs repacked: where a plan (planner.py) says that a
+parameter cannot be written as it is, only the model's own loader knows how to fill it. So the modules that changed, and
+only they, go through vLLM's layerwise reload, each with every checkpoint tensor that it is made of: a module that gets
+some of its members keeps garbage for the others.
 
 Checked against vLLM 0.32. What is worked around here, each with a test in tests/integration/vllm:
 

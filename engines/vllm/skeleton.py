@@ -81,12 +81,16 @@ def _module_as_loaded(module: nn.Module, images: dict[int, torch.Tensor]) -> Ite
 def _image(
     recorded: torch.Tensor, module: nn.Module, live: torch.Tensor | None, images: dict[int, torch.Tensor]
 ) -> torch.Tensor:
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     if live is not None and live.shape == recorded.shape and id(live) in images:
         return images[id(live)]
     image: torch.Tensor = restore_layer_refs(to_meta_tensor(recorded), module)  # a copy: vLLM's record stays as it is
+    parameter: Any = image
+    if hasattr(parameter, "weight_loader"):  # what quantises wraps it, and that loads nothing once a layer is whole
+        parameter.weight_loader = _get_original_loader(image)
     if live is not None:
         images[id(live)] = image
     return image

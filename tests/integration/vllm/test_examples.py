@@ -39,3 +39,10 @@ def test_a_killed_server_comes_back_and_catches_up(tmp_path: Path) -> None:
     assert said.count("came in: ") == 1
     assert "replay (it holds version 0" in said
     assert said.count("2 servers hold version") == 2
+
+
+def test_a_server_that_quantises_follows_a_trainer_in_bf16(tmp_path: Path) -> None:
+    """Each update is verified; tokens and log-probabilities are those of a fresh server that quantises."""
+    said = output_of("vllm_fp8.py", tmp_path)
+    assert said.count("verified by 1 of 1 workers") == 3
+    assert "by strategy reload" in said
