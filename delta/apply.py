@@ -14,10 +14,11 @@ still go wrong after it is the writing itself, which `write` reads back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,10 @@ from deltacast.delta.errors import BaseError, CorruptionError, InputError, Table
 from deltacast.delta.fingerprint import add, change_sums, format_sum, words_fingerprint
 from deltacast.delta.memory import WordMemory
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate, ordered, unordered
-from deltacast.delta.state import WeightState
+from deltacast.delta.state import StateLabel, WeightState
 from deltacast.delta.threads import in_order
 
-__all__ = ["Transaction", "TransactionState", "apply_portions", "apply_update", "check_base"]
+__all__ = ["Transaction", "TransactionState", "apply_portions", "apply_update", "check_base", "take_back"]
 
 
 class TransactionState(Enum):
@@ -188,16 +189,7 @@ class Transaction:
         assert self.state in {TransactionState.STAGED, TransactionState.WRITTEN}, self.state
         written = self._writes[: self._num_written]
         self.state = TransactionState.ROLLED_BACK
-        try:
-            for write in reversed(written):
-                if write.old is not None:
-                    _put(write, write.old)
-        except BaseException:
-            self._owner.disown()
-            raise
-        self._owner.restore(self._before)
-        if any(write.old is None for write in written):
-            self._owner.forget()
+        take_back(self._owner, self._before, written, _put)
         self._num_written = 0
         self._writes.clear()
 
@@ -211,6 +203,39 @@ class Transaction:
                 found=f"base {self._owner.version}",
                 hint="Stage it again.",
             )
+
+
+class _Undoable(Protocol):
+    """A write, with the words that it overwrote; None if they were not kept."""
+
+    old: Words | None
+
+
+_W = TypeVar("_W", bound=_Undoable)
+
+
+def take_back(state: WeightState, before: StateLabel, written: Sequence[_W], put: Callable[[_W, Words], None]) -> None:
+    """Restore overwritten words, and what the state said before; for transactions.
+
+    Args:
+        state: whose words they are. Without a version afterwards if some were not kept, or cannot be put back.
+        before: what it said before the first write.
+        written: in the order of writing.
+        put: writes words where a write went.
+
+    Raises:
+        Exception: what `put` raises.
+    """
+    try:
+        for write in reversed(written):
+            if write.old is not None:
+                put(write, write.old)
+    except BaseException:
+        state.disown()
+        raise
+    state.restore(before)
+    if any(write.old is None for write in written):
+        state.forget()
 
 
 def apply_update(state: WeightState, update: WeightUpdate) -> None:

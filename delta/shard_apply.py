@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltacast.delta.apply import TransactionState, check_base
+from deltacast.delta.apply import TransactionState, check_base, take_back
 from deltacast.delta.bits import Words
 from deltacast.delta.errors import CorruptionError, InputError, PatchError, TableError, VerificationError
 from deltacast.delta.fingerprint import add, change_sums, format_sum, words_fingerprint
@@ -168,16 +168,7 @@ class ShardTransaction:
             return
         written = self._writes[: self._num_written]
         self.state = TransactionState.ROLLED_BACK
-        try:
-            for write in reversed(written):
-                if write.old is not None:
-                    _put(write, write.old)
-        except BaseException:
-            self._owner.disown()
-            raise
-        self._owner.restore(self._before)
-        if any(write.old is None for write in written):
-            self._owner.forget()
+        take_back(self._owner, self._before, written, _put)
         self._writes.clear()
 
     def _whole_after(self) -> U64:

@@ -11,7 +11,7 @@ from typing import Literal, Self
 import numpy as np
 import torch
 
-from deltacast.delta.apply import Transaction, TransactionState
+from deltacast.delta.apply import Transaction
 from deltacast.delta.codec import EncodedRound, RoundRows, decode_round, encode_round, read_rows
 from deltacast.delta.errors import BaseError, InputError, ProtocolError
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
@@ -19,7 +19,7 @@ from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.history import KeptUpdate
-from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Route
+from deltacast.engines.payload import Inbox, Incoming, Limits, Outgoing, Route, StagedIncoming
 from deltacast.engines.protocol import Propose
 from deltacast.store.baseline import Baseline
 
@@ -82,7 +82,7 @@ class ContainerOutgoing(Outgoing):
             self._baseline.advance(self._staged)
 
 
-class ContainerIncoming(Incoming):
+class ContainerIncoming(StagedIncoming):
     """A container's rows, checked against the state, and the buffer that its groups will fill.
 
     Args:
@@ -106,7 +106,6 @@ class ContainerIncoming(Incoming):
         header = self._rows.envelope
         self.is_seed = header.base_version is None
         self.publishes = not self.is_seed and header.base_version != header.target_version
-        self._transaction: Transaction | None = None
         self._buffer = torch.empty(propose.payload_bytes, dtype=torch.uint8)
         self.buffer_bytes = propose.payload_bytes + self._rows.values_bytes
 
@@ -119,22 +118,11 @@ class ContainerIncoming(Incoming):
         update = decode_round(self._rows, self._buffer.numpy().data, self._state.table, threads=self._limits.threads)
         if update.base_version == update.target_version:
             self.repairs = tuple(patch.name for patch in update.patches)
-        self._transaction = Transaction.stage(
+        self._transaction = transaction = Transaction.stage(
             self._state, update, undo=not update.is_seed, undo_budget_bytes=self._limits.undo_budget_bytes
         )
         self._on_write()
-        self._transaction.write()
-
-    def commit(self) -> None:
-        """See `Incoming`."""
-        if self._transaction is not None:
-            self._transaction.commit()
-
-    def rollback(self) -> None:
-        """See `Incoming`."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
-            transaction.rollback()
+        transaction.write()
 
     def _check(self, propose: Propose, rows: RoundRows) -> None:
         state, header, budget = self._state, rows.envelope, self._limits.undo_budget_bytes

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
+from deltacast.delta.apply import Transaction, TransactionState
 from deltacast.delta.errors import DeadlineError, TransportError
 from deltacast.delta.patch import WeightUpdate
+from deltacast.delta.shard_apply import ShardTransaction
 from deltacast.engines.control import Deadline, Frame
 from deltacast.engines.group import PayloadGroup
 from deltacast.engines.protocol import Message, RoundKey
 
-__all__ = ["Handoff", "Inbox", "Incoming", "Limits", "Outgoing", "Route", "Tell"]
+__all__ = ["Handoff", "Inbox", "Incoming", "Limits", "Outgoing", "Route", "StagedIncoming", "Tell"]
 
 Item = TypeVar("Item")
 
@@ -218,3 +220,20 @@ class Incoming(ABC):
     @abstractmethod
     def rollback(self) -> None:
         """Restore what was overwritten; may be called at any point, and again."""
+
+
+class StagedIncoming(Incoming):
+    """One that stages all of what it writes: `apply` makes its transaction and has that write."""
+
+    _transaction: Transaction | ShardTransaction | None = None
+
+    def commit(self) -> None:
+        """See `Incoming`."""
+        if self._transaction is not None:
+            self._transaction.commit()
+
+    def rollback(self) -> None:
+        """See `Incoming`."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
+            transaction.rollback()

@@ -52,25 +52,18 @@ class ShardIncoming(ContainerIncoming):
     ) -> None:
         super().__init__(propose, rows, state, limits, on_write)
         self._shards, self._cover, self._turn = state, cover, turn
-        self._staged: ShardTransaction | None = None
 
     def apply(self) -> None:
         """See `Incoming`. Everything is staged and proven before the first write."""
-        self._staged = self._proven()
+        self._transaction = self._proven()
         self._on_write()
-        self._staged.write()
-
-    def commit(self) -> None:
-        """See `Incoming`."""
-        if self._staged is not None:
-            self._staged.commit()
+        self._transaction.write()
 
     def rollback(self) -> None:
         """See `Incoming`."""
         if self._turn is not None:
             self._turn.excuse("it has left the round")
-        if self._staged is not None:
-            self._staged.rollback()
+        super().rollback()
 
     def _proven(self) -> ShardTransaction:
         update = decode_round(self._rows, self._buffer.numpy().data, self._state.table, threads=self._limits.threads)

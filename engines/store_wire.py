@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from deltacast.delta.apply import Transaction, TransactionState
+from deltacast.delta.apply import Transaction
 from deltacast.delta.bits import copy_bits
 from deltacast.delta.checkpoint import CheckpointSource
 from deltacast.delta.errors import DeltacastError, FormatError, InputError, StoreError, VerificationError
@@ -21,7 +21,7 @@ from deltacast.delta.patch import WeightUpdate
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
-from deltacast.engines.payload import Inbox, Incoming, Limits
+from deltacast.engines.payload import Inbox, Incoming, Limits, StagedIncoming
 from deltacast.store.placement import FlatMemory
 from deltacast.store.plan import Plan, Step
 from deltacast.store.version_store import VersionStore
@@ -113,7 +113,7 @@ def _materialized(store: VersionStore, plan: Plan, threads: int, folder: str | N
         return CheckpointSource(out)
 
 
-class StoreUpdate(Incoming):
+class StoreUpdate(StagedIncoming):
     """One update, in host memory.
 
     Args:
@@ -125,7 +125,6 @@ class StoreUpdate(Incoming):
 
     def __init__(self, update: WeightUpdate, state: WeightState, limits: Limits, on_write: Callable[[], None]) -> None:
         self._update, self._state, self._limits, self._on_write = update, state, limits, on_write
-        self._transaction: Transaction | None = None
 
     def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:
         """Nothing: it was fetched."""
@@ -137,17 +136,6 @@ class StoreUpdate(Incoming):
         )
         self._on_write()
         self._transaction.write()
-
-    def commit(self) -> None:
-        """See `Incoming`."""
-        if self._transaction is not None:
-            self._transaction.commit()
-
-    def rollback(self) -> None:
-        """See `Incoming`."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and transaction.state in {TransactionState.STAGED, TransactionState.WRITTEN}:
-            transaction.rollback()
 
 
 class StoreCheckpoint(Incoming):

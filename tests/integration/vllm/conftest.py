@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 if importlib.util.find_spec("vllm"):
     os.environ |= {
@@ -14,3 +18,15 @@ if importlib.util.find_spec("vllm"):
     }
 else:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def example() -> ModuleType:
+    """The example that is a script: its ways to make, serve, train and ask a tiny model."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "vllm_http_sync.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ from deltacast.engines.vllm.client import ServerStatus, VllmClient
 from deltacast.store.version_store import VersionStore
 from vllm_models import make_checkpoint, plain_layouts, weights_of, with_weights
 from vllm_offline import Offline, Weights, change, fresh_answers, offline
-
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "vllm_http_sync.py"
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are its own
 
@@ -131,11 +128,10 @@ def test_an_engine_with_bad_settings_does_not_start(base: Path) -> None:
 
 
 def test_a_server_of_two_ranks_pulls_over_http(
-    tmp_path: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, tmp_path: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank pulls for itself and is verified; the server's label is the version."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM's default wants two NUMA nodes
-    example = load_example()
     policy = example.make_model(tmp_path / "model")
     settings = ("--additional-config", json.dumps(pulling(store)["additional_config"]))
     options = ("--load-format", "dummy", "--tensor-parallel-size", "2", *settings, *example.TRANSFER)
@@ -154,12 +150,3 @@ def test_a_server_of_two_ranks_pulls_over_http(
 
 def asked(client: VllmClient) -> dict[str, WorkerStatus]:
     return statuses_of_servers(client.status())
-
-
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_http_sync", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -42,16 +41,6 @@ def test_the_example_proves_what_it_says() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("verified by 1 of 1 workers") == 3
     assert done.stdout.count("vllm.entrypoints.openai.api_server --model") == 2
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_http_sync", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

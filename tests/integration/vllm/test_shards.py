@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,16 +23,6 @@ TWO_RANKS = ("--tensor-parallel-size", "2", "--worker-extension-cls", "vllm_plai
 DELTACAST = ("--weight-transfer-config", '{"backend": "deltacast"}')
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_http_sync", ROOT / "examples" / "vllm_http_sync.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

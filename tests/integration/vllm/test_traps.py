@@ -6,7 +6,6 @@ The other files here have: tied weights, one member of a fused module, single ki
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -56,16 +55,6 @@ class Served(NamedTuple):
 
     def label(self) -> str:
         return str(httpx.get(f"{self.url}/weight_info", timeout=30).raise_for_status().json()["weight_version"])
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_http_sync", ROOT / "examples" / "vllm_http_sync.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager
