@@ -15,6 +15,7 @@ from deltacast.delta.apply import Transaction
 from deltacast.delta.codec import EncodedRound, RoundRows, decode_round, encode_round, read_rows
 from deltacast.delta.errors import BaseError, InputError, ProtocolError
 from deltacast.delta.patch import SparseWeightPatch, WeightUpdate
+from deltacast.delta.shard_apply import ShardTransaction
 from deltacast.delta.state import WeightState
 from deltacast.engines.control import Deadline
 from deltacast.engines.group import PayloadGroup
@@ -100,7 +101,8 @@ class ContainerIncoming(StagedIncoming):
     def __init__(
         self, propose: Propose, rows: bytes, state: WeightState, limits: Limits, on_write: Callable[[], None]
     ) -> None:
-        self._state, self._limits, self._on_write = state, limits, on_write
+        super().__init__(on_write)
+        self._state, self._limits = state, limits
         self._rows = read_rows(rows, state.table)
         self._check(propose, self._rows)
         header = self._rows.envelope
@@ -113,16 +115,13 @@ class ContainerIncoming(StagedIncoming):
         """See `Incoming`."""
         group.broadcast(self._buffer, deadline)
 
-    def apply(self) -> None:
-        """See `Incoming`. Everything is staged and checked before the first write."""
+    def _staged(self) -> Transaction | ShardTransaction:
         update = decode_round(self._rows, self._buffer.numpy().data, self._state.table, threads=self._limits.threads)
         if update.base_version == update.target_version:
             self.repairs = tuple(patch.name for patch in update.patches)
-        self._transaction = transaction = Transaction.stage(
+        return Transaction.stage(
             self._state, update, undo=not update.is_seed, undo_budget_bytes=self._limits.undo_budget_bytes
         )
-        self._on_write()
-        transaction.write()
 
     def _check(self, propose: Propose, rows: RoundRows) -> None:
         state, header, budget = self._state, rows.envelope, self._limits.undo_budget_bytes

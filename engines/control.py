@@ -222,7 +222,7 @@ class Task:
         error: what it raised, if it did.
     """
 
-    def __init__(self, name: str, function: Callable[[], None]) -> None:
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
         self._wake_read, self._wake_write = socket.socketpair()
         self._function = function
         self.error: BaseException | None = None

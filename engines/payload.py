@@ -179,9 +179,9 @@ class Limits:
 class Incoming(ABC):
     """One round's payload on a worker's side. Making one checks all that can be checked before READY.
 
-    The worker calls `receive` on the payload's thread, then `apply`, then `commit` or `rollback`. Where `overlaps`,
-    `receive` writes already; else `apply` is the first to write. After `rollback` the weights are the base's, or
-    the state says that it has no version.
+    The worker calls `receive` on the payload's thread, then `stage` and `apply`, then `commit` or `rollback`. If the
+    round `overlaps`, `receive` writes already; else `apply` is the first to. After `rollback` the weights are the
+    base's, or the state says that it has no version.
 
     Attributes:
         is_seed: needs no base; has no undo; all that the worker holds is audited before the vote.
@@ -205,6 +205,13 @@ class Incoming(ABC):
             DeadlineError, TransportError: it did not come whole.
         """
 
+    def stage(self) -> None:  # noqa: B027 - not all have anything to prepare
+        """Check and prepare, of what is left to write, what can be without writing: the weights may still be read.
+
+        Raises:
+            DeltacastError: something is not as promised; `rollback` must follow.
+        """
+
     @abstractmethod
     def apply(self) -> None:
         """Check everything, write what is not written yet, and move the state to the target version.
@@ -223,9 +230,29 @@ class Incoming(ABC):
 
 
 class StagedIncoming(Incoming):
-    """One that stages all of what it writes: `apply` makes its transaction and has that write."""
+    """One that proves all of what it writes before the first write.
 
-    _transaction: Transaction | ShardTransaction | None = None
+    Args:
+        on_write: called right before that.
+    """
+
+    def __init__(self, on_write: Callable[[], None]) -> None:
+        self._on_write = on_write
+        self._transaction: Transaction | ShardTransaction | None = None
+
+    @abstractmethod
+    def _staged(self) -> Transaction | ShardTransaction:
+        """Return the transaction that is to write."""
+
+    def stage(self) -> None:
+        """See `Incoming`; this checks all."""
+        self._transaction = self._staged()
+
+    def apply(self) -> None:
+        """See `Incoming`."""
+        assert self._transaction is not None
+        self._on_write()
+        self._transaction.write()
 
     def commit(self) -> None:
         """See `Incoming`."""

@@ -13,7 +13,7 @@ which key; nothing in the call does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -153,12 +153,18 @@ class PullingWorker(RoundWorker):
 
     pulls = PullSettings()
 
-    def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:
-        """Pull, if that is what the call says; else as `WorkerEngine`. Blocks.
+    def receive_weights(
+        self, update_info: Mapping[str, Any] | None = None, *, before_write: Callable[[], object] | None = None
+    ) -> WorkerReport:
+        """Pull, if that is what the call says; else as `RoundWorker`. Blocks.
 
         A pull that has been done already is answered in the same way again. On every error but the last two below the
         worker serves what it served before, if that was a version, and `status.last_error` says what went wrong; a
         first version that came whole has no undo.
+
+        Args:
+            update_info: says what to pull, as above.
+            before_write: as for `RoundWorker`: called once all is fetched and proven, on this thread.
 
         Raises:
             InputError: a bad call, a store that is not allowed, other parameters, or the worker's limits exceeded.
@@ -167,14 +173,14 @@ class PullingWorker(RoundWorker):
             StoreError, FormatError: no such version, or no way leads there; the object that is to blame is named.
             VerificationError: the store's objects do not make the version that they say.
             CorruptionError: the worker's weights are damaged: it serves nothing until a whole version has come.
-            Exception: what `_weights_written` raises. If it, or undoing, fails again, the status is `lost`: nothing is
-                served until a whole version has come.
+            Exception: what `before_write` raises; nothing was written. Or what `_weights_written` raises: if that, or
+                undoing, fails again, the status is `lost`, and nothing is served until a whole version has come.
         """
         if update_info is None or "pull" not in update_info:
-            return super().receive_weights(update_info)
+            return super().receive_weights(update_info, before_write=before_write)
         with self._one_at_a_time("receive_weights"):
             try:
-                report = self._pull(PullRequest.from_dict(update_info["pull"]))
+                report = self._pull(PullRequest.from_dict(update_info["pull"]), before_write)
             except BaseException as err:
                 self._last_error = f"{type(err).__name__}: {err}"
                 _LOG.warning("deltacast worker could not pull: %s", err)
@@ -182,7 +188,7 @@ class PullingWorker(RoundWorker):
             self._last_error = ""
             return report
 
-    def _pull(self, request: PullRequest) -> WorkerReport:
+    def _pull(self, request: PullRequest, before_write: Callable[[], object] | None) -> WorkerReport:
         if self._channel is not None and not self._channel.gone():
             raise StateError("a trainer is connected to this worker, and sends it what it needs")
         self._disconnect()
@@ -200,7 +206,7 @@ class PullingWorker(RoundWorker):
                     store, record.version, held, self._state,
                     limits=limits, folder=self.pulls.folder, on_write=self._stop_serving,
                 )  # fmt: skip
-                self._take(payload, record)
+                self._take(payload, record, before_write)
         return WorkerReport(record.version, committed=True, optimizer_step=self._optimizer_step)
 
     def _target(self, store: VersionStore, request: PullRequest) -> VersionRecord:
@@ -258,10 +264,13 @@ class PullingWorker(RoundWorker):
             )  # fmt: skip
         return held < record.version
 
-    def _take(self, payload: Incoming, record: VersionRecord) -> None:
+    def _take(self, payload: Incoming, record: VersionRecord, before_write: Callable[[], object] | None) -> None:
         """Write, prove, and take the version's label; or undo."""
         before = self._serving
         try:
+            payload.stage()
+            if before_write is not None:
+                before_write()
             self._write(payload, record)
         except BaseException:
             self._take_back(payload, before)

@@ -1,8 +1,8 @@
 """The `container` wire into a rank's pieces: what moves the version is proven by all ranks before the first write.
 
 Seeds and repairs may be for one rank alone: they send whole parameters, which it proves by itself. In a round that
-moves the version every rank of the server speaks once, receiver or not, in `apply` or at the latest in `rollback`:
-one that cannot take part keeps nobody waiting (`shards.py` speaks for what fails before `apply` has).
+moves the version every rank of the server speaks once, receiver or not, in `stage` or at the latest in `rollback`:
+one that cannot take part keeps nobody waiting (`shards.py` speaks for what fails before `stage` has).
 """
 
 from __future__ import annotations
@@ -53,19 +53,13 @@ class ShardIncoming(ContainerIncoming):
         super().__init__(propose, rows, state, limits, on_write)
         self._shards, self._cover, self._turn = state, cover, turn
 
-    def apply(self) -> None:
-        """See `Incoming`. Everything is staged and proven before the first write."""
-        self._transaction = self._proven()
-        self._on_write()
-        self._transaction.write()
-
     def rollback(self) -> None:
         """See `Incoming`."""
         if self._turn is not None:
             self._turn.excuse("it has left the round")
         super().rollback()
 
-    def _proven(self) -> ShardTransaction:
+    def _staged(self) -> ShardTransaction:
         update = decode_round(self._rows, self._buffer.numpy().data, self._state.table, threads=self._limits.threads)
         staged = ShardTransaction.stage(self._shards, update, undo=not update.is_seed)
         if self._turn is None:
@@ -89,7 +83,7 @@ class ShardDrain(ContainerDrain):
         super().__init__(propose)
         self._turn = turn
 
-    def apply(self) -> None:
+    def stage(self) -> None:
         """See `Incoming`."""
         self._turn.excuse("the round is not for it")
 

@@ -127,9 +127,9 @@ class ShardWorker(RoundWorker):
             )
         return super()._incoming(propose, header) if turn is None else ShardDrain(propose, turn)
 
-    def _apply(self, current: Any) -> None:
+    def _stage(self, current: Any) -> None:
         try:
-            super()._apply(current)
+            super()._stage(current)
         except Exception as err:
             if self._turn is not None:  # the others must not wait for what this rank has to say
                 self._turn.excuse(f"{type(err).__name__}: {err}")

@@ -124,18 +124,14 @@ class StoreUpdate(StagedIncoming):
     """
 
     def __init__(self, update: WeightUpdate, state: WeightState, limits: Limits, on_write: Callable[[], None]) -> None:
-        self._update, self._state, self._limits, self._on_write = update, state, limits, on_write
+        super().__init__(on_write)
+        self._update, self._state, self._limits = update, state, limits
 
     def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:
         """Nothing: it was fetched."""
 
-    def apply(self) -> None:
-        """See `Incoming`. Everything is staged and checked before the first write."""
-        self._transaction = Transaction.stage(
-            self._state, self._update, undo_budget_bytes=self._limits.undo_budget_bytes
-        )
-        self._on_write()
-        self._transaction.write()
+    def _staged(self) -> Transaction:
+        return Transaction.stage(self._state, self._update, undo_budget_bytes=self._limits.undo_budget_bytes)
 
 
 class StoreCheckpoint(Incoming):
@@ -163,13 +159,16 @@ class StoreCheckpoint(Incoming):
     def receive(self, group: PayloadGroup, inbox: Inbox, deadline: Deadline) -> None:
         """Nothing: it was fetched."""
 
+    def stage(self) -> None:
+        """See `Incoming`. Copies what will be overwritten."""
+        if self._plan.have is not None:
+            self._kept = FlatMemory(self._state.table.metas, "mmap", folder=self._folder or tempfile.gettempdir())
+            for memory in self._state.memories:
+                self._kept.write(memory.name, memory.tensor)
+
     def apply(self) -> None:
         """See `Incoming`. The fingerprints are those of a scan of what was written."""
         state = self._state
-        if self._plan.have is not None:
-            self._kept = FlatMemory(state.table.metas, "mmap", folder=self._folder or tempfile.gettempdir())
-            for memory in state.memories:
-                self._kept.write(memory.name, memory.tensor)
         self._on_write()
         self._written = True
         for memory in state.memories:

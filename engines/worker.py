@@ -11,9 +11,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
@@ -36,6 +36,7 @@ from deltacast.engines.container_wire import ContainerDrain, ContainerIncoming
 from deltacast.engines.control import Channel, Deadline, Task, wait_any
 from deltacast.engines.dense_wire import DenseDrain, DenseIncoming
 from deltacast.engines.group import COLLECTIVES, PayloadGroup, Transport
+from deltacast.engines.leave import WriteLeave
 from deltacast.engines.opening import connect
 from deltacast.engines.payload import Inbox, Incoming, Limits
 from deltacast.engines.protocol import (
@@ -75,6 +76,7 @@ class _Round:
     served_before: ServingStatus
     payload: Incoming | None = None
     error: str = ""
+    damaged: list[Damage] = field(default_factory=list)
     receive_error: str = ""
     receive_s: float = 0.0
     apply_s: float = 0.0
@@ -133,6 +135,7 @@ class RoundWorker(WorkerEngine):
         self._rolling = 0  # slices of the rolling audit
         self._optimizer_step: int | None = None  # of the state's version
         self._last_call, self._last_report = 0, WorkerReport(None, committed=False)
+        self._leave = WriteLeave(None)  # of the present call
 
     @property
     def status(self) -> WorkerStatus:
@@ -173,12 +176,24 @@ class RoundWorker(WorkerEngine):
             self._rolling = info.audit if isinstance(info.audit, int) else 0
             if self._rolling:
                 self._state.prepare_rolling(self._rolling)
+            self._leave = WriteLeave(None)
             report = self._serve(info, call=0)
             if self._serving is not ServingStatus.SERVING:
                 raise StateError("not admitted", hint=report.error)
 
-    def receive_weights(self, update_info: Mapping[str, Any] | None = None) -> WorkerReport:
-        """See `WorkerEngine`. A call that is repeated after its end returns the same report."""
+    def receive_weights(
+        self, update_info: Mapping[str, Any] | None = None, *, before_write: Callable[[], object] | None = None
+    ) -> WorkerReport:
+        """See `WorkerEngine`. A call that is repeated after its end returns the same report.
+
+        Args:
+            update_info: as there.
+            before_write: called at most once, on a thread of its own, in the call's first round, when all of it is
+                there that can be had without writing: a container staged and proven; of a payload that is written as
+                it arrives, nothing. Every write waits for its return, for up to `timeout_s`. So whoever reads the
+                weights (an engine that generates) has to stop only then. If the round ends before it returns, nothing
+                was written, and nobody waits for it; if it raises, this worker votes against the round.
+        """
         call = update_info.get("call") if update_info else None
         if self._channel is None or self._info is None:
             raise StateError("this worker is not connected", hint="Call init_transfer_engine first.")
@@ -186,7 +201,11 @@ class RoundWorker(WorkerEngine):
             repeated = isinstance(call, int) and 0 < call <= self._last_call
             if repeated and not self._connected().gone():  # another trainer's call may have the same number
                 return self._last_report
-            return self._serve(self._info, call if isinstance(call, int) else 0)
+            self._leave = WriteLeave(before_write)
+            try:
+                return self._serve(self._info, call if isinstance(call, int) else 0)
+            finally:
+                self._leave.close()
 
     def shutdown(self) -> None:
         """See `WorkerEngine`."""
@@ -327,13 +346,20 @@ class RoundWorker(WorkerEngine):
     def _until_decided(self, current: _Round, rows: bytes, info: WorkerInitInfo) -> Decision:
         key = current.propose.key
         current.error = self._prepare(current, rows)
+        if current.propose.overlaps:
+            early = self._await_leave(current, info)
+            if early is not None:
+                return early
         self._send(Ready(self._run_id, key, current.error), info)
         if not current.error:
             early = self._receive_payload(current)
             if early is not None:
                 return early
             self._machine.step("received")
-            self._send(self._vote(current, info), info)
+            said = self._vote(current, info)
+            if isinstance(said, Decision):
+                return said
+            self._send(said, info)
             self._machine.step("voted")
             return self._await_decision(key, Deadline(info.decision_timeout_s))
         decision = self._await_decision(key, Deadline(info.decision_timeout_s))
@@ -403,6 +429,8 @@ class RoundWorker(WorkerEngine):
         base, target, streamed = propose.base_version, propose.target_version, propose.wire in STREAMED
         if self._rank in propose.receivers and base != self._state.version and (base != -1 or streamed):
             raise BaseError("wrong base", version=target, expected=f"version {self._state.version}", found=base)
+        if propose.wire == "dense" and not propose.overlaps:
+            raise ProtocolError("whole parameters that are not written as they arrive", found=propose.wire)
         if target < base + streamed:
             raise ProtocolError(
                 "a target version that does not follow its base", expected=f"above {base}", found=target
@@ -450,38 +478,62 @@ class RoundWorker(WorkerEngine):
             self._stuck, self._serving = task, ServingStatus.LOST
             raise DeadlineError("a collective did not end; this worker's memory may still change")
 
-    def _vote(self, current: _Round, info: WorkerInitInfo) -> Verdict:
-        """Apply (unless the round is for others), audit, and say what this worker now holds."""
-        started, damaged = time.perf_counter(), list[Damage]()
-        try:
-            self._apply(current)
-            current.apply_s = time.perf_counter() - started
-            damaged = self._audit(current, info)
-            current.audit_s = time.perf_counter() - started - current.apply_s
-            if damaged:
-                damaged = self._state.audit()  # so that one repair mends it all
-                current.error = f"weights are damaged: {damaged[0]}"
-        except Exception as err:  # noqa: BLE001 - the round's boundary: the trainer must hear, and decide
-            current.error = _describe(err)
-            damaged = self._state.audit() if isinstance(err, CorruptionError) else []
+    def _await_leave(self, current: _Round, info: WorkerInitInfo) -> Decision | None:
+        """Wait for leave to write; a decision that comes first (it can only be ABORT) is returned.
+
+        A worker that will not write in this round asks too: who gives leave may wait until all have asked.
+        """
+        given = True
+        with _noting_errors(current, self._state):
+            given = self._leave.wait(self._connected(), info.timeout_s)
+        return None if given else self._await_decision(current.propose.key, Deadline(info.timeout_s))
+
+    def _vote(self, current: _Round, info: WorkerInitInfo) -> Verdict | Decision:
+        """Apply (unless the round is for others), audit, and say what this worker now holds.
+
+        A decision that comes before it may write is returned instead.
+        """
+        started = time.perf_counter()
+        with _noting_errors(current, self._state):
+            self._stage(current)
+        current.apply_s = time.perf_counter() - started
+        if not current.propose.overlaps:
+            early = self._await_leave(current, info)
+            if early is not None:
+                return early
+        if not current.error:
+            with _noting_errors(current, self._state):
+                self._apply(current, info)
         return Verdict(
             self._run_id,
             current.propose.key,
             self._state.digest,
             current.error,
-            [item.parameter for item in damaged],
+            [item.parameter for item in current.damaged],
             current.receive_s,
             current.apply_s,
             current.audit_s,
             current.payload.buffer_bytes if current.payload else 0,
         )
 
-    def _apply(self, current: _Round) -> None:
+    def _stage(self, current: _Round) -> None:
         if self._group is None:
             raise TransportError(f"the payload did not arrive: {current.receive_error or 'the group is gone'}")
         assert current.payload is not None
+        current.payload.stage()
+
+    def _apply(self, current: _Round, info: WorkerInitInfo) -> None:
+        started = time.perf_counter()
+        assert current.payload is not None
         current.payload.apply()
         self._weights_written(current.payload)
+        written = time.perf_counter()
+        current.damaged = self._audit(current, info)
+        current.apply_s += written - started
+        current.audit_s = time.perf_counter() - written
+        if current.damaged:
+            current.damaged = self._state.audit()  # so that one repair mends it all
+            current.error = f"weights are damaged: {current.damaged[0]}"
 
     def _weights_written(self, payload: Incoming | None) -> None:
         """Bring after the weights whatever is made from them; an engine whose model is not these very tensors has that.
@@ -547,13 +599,17 @@ class RoundWorker(WorkerEngine):
         return self._undo(payload, current.served_before)
 
     def _undo(self, payload: Incoming | None, served_before: ServingStatus) -> list[Damage]:
-        """Restore and audit; where that fails or finds damage, nothing is served any more."""
+        """Restore and audit; where that fails or finds damage, nothing is served any more.
+
+        What was served still is, if nothing was written.
+        """
         serving = ServingStatus.LOST if self._serving is ServingStatus.LOST else served_before
-        self._serving = serving if serving is ServingStatus.LOST else ServingStatus.EMPTY
         if payload is not None:
             payload.rollback()
         damaged = self._state.audit()
-        if not damaged and self._state.version is not None:
+        if damaged or self._state.version is None:
+            self._serving = ServingStatus.LOST if serving is ServingStatus.LOST else ServingStatus.EMPTY
+        else:
             self._weights_written(None)
             self._serving = serving
         return damaged
@@ -590,6 +646,17 @@ class RoundWorker(WorkerEngine):
 def _live(source: WeightSource, threads: int) -> WeightState:
     tensors = {meta.name: tensor for meta, tensor in checked(source)}
     return WeightState(tensors, aliases=dict(source.aliases), threads=threads)
+
+
+@contextmanager
+def _noting_errors(current: _Round, state: WeightState) -> Iterator[None]:
+    """Make what fails first the round's error: its boundary; the trainer must hear, and decide."""
+    try:
+        yield
+    except Exception as err:  # noqa: BLE001 - see above
+        if not current.error:
+            current.error = _describe(err)
+            current.damaged = state.audit() if isinstance(err, CorruptionError) else []
 
 
 def _describe(err: BaseException) -> str:

@@ -9,7 +9,7 @@ call to many workers comes to. docs/clients.md has an example of each.
 from deltacast.engines.clients.answers import Answer
 from deltacast.engines.clients.http import HttpClient
 from deltacast.engines.clients.in_process import InProcessClient
-from deltacast.engines.clients.pausing import CallingClient, PausingClient
+from deltacast.engines.clients.pausing import CallingClient, PausingClient, StagingClient
 from deltacast.engines.clients.ray import RayClient
 
-__all__ = ["Answer", "CallingClient", "HttpClient", "InProcessClient", "PausingClient", "RayClient"]
+__all__ = ["Answer", "CallingClient", "HttpClient", "InProcessClient", "PausingClient", "RayClient", "StagingClient"]

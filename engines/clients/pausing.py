@@ -4,6 +4,11 @@
     update_weights          the client's own: the weights are written
     finish_weight_update    the client's own, then [wake the KV cache,] resume
 
+Where the workers can stage an update while they generate (`StagingClient`), the pause comes later::
+
+    start_weight_update     the client's own
+    update_weights          stage, pause, then the client's own
+
 The trainer calls `finish_weight_update` after every start, a failed or interrupted one too, so resuming hangs on that
 alone; and of the steps of a finish each is taken, whatever became of the others. Around the handshake it is `paused`.
 """
@@ -13,12 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from deltacast.delta.errors import InputError, StateError, TransportError
 from deltacast.engines.base import Client
 
-__all__ = ["CallingClient", "PausingClient"]
+__all__ = ["CallingClient", "PausingClient", "StagingClient"]
 
 
 class CallingClient(Client, Protocol):
@@ -26,6 +31,14 @@ class CallingClient(Client, Protocol):
 
     def call(self, verb: str, **arguments: Any) -> None:
         """Have every worker do `verb`, and wait until it is done."""
+
+
+@runtime_checkable
+class StagingClient(CallingClient, Protocol):
+    """One whose workers can take an update while their weights are still read."""
+
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Have every worker do all of `update_weights` that comes before the first write; blocks until they have."""
 
 
 class PausingClient:
@@ -45,6 +58,8 @@ class PausingClient:
             to leave it to the engine.
         sleep_level: 1 keeps the weights in host memory; None not to sleep. Level 2 would throw away the base that an
             update is made for, and is refused.
+        stage: have a `StagingClient` that does not sleep stage first, so that the pause is for writing and the decision
+            only. What is staged takes memory on the workers while they generate.
 
     Attributes:
         paused_s: how long the last pause was, from the call of `pause` to the end of `resume`; None before the first.
@@ -54,7 +69,9 @@ class PausingClient:
         InputError: another level.
     """
 
-    def __init__(self, client: CallingClient, *, mode: str | None = "keep", sleep_level: int | None = None) -> None:
+    def __init__(
+        self, client: CallingClient, *, mode: str | None = "keep", sleep_level: int | None = None, stage: bool = True
+    ) -> None:
         if sleep_level not in (None, 1):
             raise InputError(
                 "sleep_level out of range", expected="1 or None", found=sleep_level, hint="An update needs its base."
@@ -62,6 +79,9 @@ class PausingClient:
         self._client = client
         self._pause_arguments = {} if mode is None else {"mode": mode}
         self._sleep_level = sleep_level
+        self._stage = None
+        if stage and sleep_level is None and isinstance(client, StagingClient):
+            self._stage = client.stage_weights
         self._asleep = False
         self._within = False
         self._paused_at: float | None = None
@@ -95,7 +115,8 @@ class PausingClient:
     def start_weight_update(self) -> None:
         """See `Client`. On any error, also of some workers only, `finish_weight_update` makes all of them run again."""
         if self._sleep_level is None:
-            self._pause()
+            if self._stage is None:
+                self._pause()
         else:
             if not self._asleep:
                 self.sleep()
@@ -103,7 +124,10 @@ class PausingClient:
         self._client.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `Client`."""
+        """See `Client`. With staging, what comes before the pause blocks too, and its errors are raised likewise."""
+        if self._stage is not None:
+            self._stage(update_info)
+            self._pause()
         self._client.update_weights(update_info)
 
     def finish_weight_update(self) -> None:

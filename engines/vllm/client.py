@@ -29,6 +29,7 @@ __all__ = ["ServerParts", "ServerStatus", "VllmClient"]
 _PARTS_BYTES: Final = 1 << 30  # a row is about 150 bytes; a server of 8 ranks with 40,000 parameters says 50 MB
 _HEALTH_S: Final = 5.0
 _POLL_S: Final = 0.2
+_STAGING_POLL_S: Final = (0.002, 0.05)  # at first, and at most; each costs generation about a millisecond
 _HINT: Final = f"Was it started with --worker-extension-cls {EXTENSION}?"
 
 
@@ -51,6 +52,11 @@ class ServerStatus:
         """Whether every rank holds the same whole version, or the checkpoint that the server was started with."""
         held = {(rank.get("run_id"), rank["version"], rank.get("digest")) for rank in self.ranks}
         return len(held) == 1 and all(rank["serves"] for rank in self.ranks)
+
+    @property
+    def staging(self) -> set[str]:
+        """How far its ranks are that stage an update (`StagedCall.state`); `over` if it could not be asked."""
+        return {rank.get("staging", "") or "over" for rank in self.ranks} or {"over"}
 
     @property
     def version(self) -> int | None:
@@ -107,6 +113,30 @@ class VllmClient(HttpClient):
         self.start_weight_update()
         self.finish_weight_update()
 
+    def stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Have every rank stage an update while it generates; blocks until all that need it have, or one cannot.
+
+        `update_weights` with the same `update_info` must follow, or what is staged is given up after 60 s. Servers that
+        pull do so each by itself; one with a rank that cannot is left at its version as a whole.
+
+        Raises:
+            TransportError: as `call`; of servers that pull, none: `update_weights` then says who failed.
+        """
+        nonce, pulls = secrets.token_hex(8), "pull" in update_info
+        with suppress(*(TransportError,) if pulls else ()):
+            self._send(self._to_ranks("deltacast_stage", nonce, update_info))
+        deadline, (pause_s, most_s) = Deadline(self._update_timeout_s), _STAGING_POLL_S
+        statuses = [_status_of(answer, nonce) for answer in self.answers]
+        while not _is_staged(statuses, wait_for_all=pulls):
+            time.sleep(min(pause_s, deadline.left_s("the workers, which stage an update,")))
+            pause_s = min(2 * pause_s, most_s)
+            statuses = list(self.status())
+        for status in statuses:
+            if pulls and _has_failed(status) and "staged" in status.staging:
+                call_off = self._to_ranks("deltacast_call_off", nonce, "another rank of this server cannot take part")
+                with suppress(TransportError):
+                    self._send(call_off, [status.server])
+
     def finish_weight_update(self) -> None:
         """See `Client`; labels what is held and resets caches. Errors as `call`."""
         answers: list[Answer] = []
@@ -151,7 +181,7 @@ class VllmClient(HttpClient):
             CorruptionError: a rank found that its running model holds other bits than it should.
         """
         nonce = secrets.token_hex(8)
-        asked = self._to_ranks("deltacast_parts", nonce, whole_update=True)
+        asked = replace(self._to_ranks("deltacast_parts", nonce), timeout_s=self._update_timeout_s)
         self._send(replace(asked, read_bytes=_PARTS_BYTES))
         return tuple(_parts_of(answer, nonce) for answer in self.answers)
 
@@ -179,10 +209,9 @@ class VllmClient(HttpClient):
             self._start_timeout_s = None
         super()._send(request, servers)
 
-    def _to_ranks(self, method: str, nonce: str, *, whole_update: bool = False) -> Request:
+    def _to_ranks(self, method: str, *arguments: object) -> Request:
         """Make the request that has every rank answer a method of the worker extension."""
-        body = {"method": method, "args": [nonce]}
-        return replace(self._request("collective_rpc", body=body, whole_update=whole_update), fail_fast=False)
+        return self._request("collective_rpc", body={"method": method, "args": arguments})
 
 
 def _by_version(statuses: Iterable[ServerStatus]) -> dict[int | None, list[str]]:
@@ -190,6 +219,19 @@ def _by_version(statuses: Iterable[ServerStatus]) -> dict[int | None, list[str]]
     for status in statuses:
         servers.setdefault(status.version, []).append(status.server)
     return servers
+
+
+def _is_staged(statuses: Iterable[ServerStatus], *, wait_for_all: bool) -> bool:
+    """Whether no server can be waited for: all have staged what they can, or one is out, so that others may wait."""
+    states = [status.staging for status in statuses]
+    if not wait_for_all and any("over" in state for state in states):
+        return True
+    return not any("receiving" in state for state in states)
+
+
+def _has_failed(status: ServerStatus) -> bool:
+    """Whether a rank is out of what the server stages, by an error."""
+    return any(rank.get("staging") == "over" and rank["error"] for rank in status.ranks)
 
 
 def _status_of(answer: Answer, nonce: str) -> ServerStatus:

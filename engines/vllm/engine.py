@@ -1,8 +1,8 @@
 """The worker engine for vLLM: finds where a checkpoint's weights lie in the running model, and has a worker hold them.
 
 Every check, digest, verdict and rollback is `RoundWorker`'s, in checkpoint coordinates; how what is written gets into
-the running model is the worker's strategy (strategies.py). A vote for COMMIT means: it runs. All of it happens within
-one call of vLLM's, during which nothing is generated.
+the running model is the worker's strategy (strategies.py). A vote for COMMIT means: it runs. What writes happens within
+one call of vLLM's, during which nothing is generated; `stage` has what comes before it happen while the server serves.
 
 Nothing here raises into such a call: with several ranks, vLLM would pair later answers with the wrong questions
 (vllm-project/vllm#57846). An error is kept, logged, and told by `status`; what cannot be right is refused by the
@@ -33,6 +33,7 @@ from deltacast.delta.errors import InputError
 from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.pulling import PullSettings
+from deltacast.engines.staging import StagedCall
 from deltacast.engines.vllm.planner import trace
 from deltacast.engines.vllm.ranks import tensor_parallel_exchange
 from deltacast.engines.vllm.reload import Reloader
@@ -83,6 +84,7 @@ class EngineStatus:
         state: the worker's own `ServingStatus`, by value.
         run_id, version, digest, audited_through, optimizer_step: as in `WorkerStatus`; of the worker's weights, which
             are what the running model holds where it `serves`.
+        staging: how far a call is that stages: `receiving`, `staged` or `over`; empty if there is none.
         error: why the last call did not do what it should; empty if it did.
     """
 
@@ -95,6 +97,7 @@ class EngineStatus:
     digest: str
     audited_through: int | None
     optimizer_step: int | None
+    staging: str
     error: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class EngineStatus:
 
 
 class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """vLLM's half of a weight transfer; one per rank, made once the model is loaded. One thread.
+    """vLLM's half of a weight transfer; one per rank, made once the model is loaded. vLLM's one thread calls it.
 
     With strategies `direct` and `shards` weights are kept once, as vLLM runs them, and payload comes to the model's
     device. With `reload` they are kept twice, and payload comes to host memory: there they are the checkpoint's files,
@@ -133,6 +136,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         with set_current_vllm_config(vllm_config):  # loaders look there
             self._worker = _worker(vllm_config, model)
         self._error = ""
+        self._staged: StagedCall | None = None
 
     @property
     def status(self) -> EngineStatus:
@@ -148,6 +152,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             digest=status.digest,
             audited_through=status.audited_through,
             optimizer_step=status.optimizer_step,
+            staging="" if self._staged is None else self._staged.state,
             error=self._error or status.last_error,
         )
 
@@ -173,21 +178,58 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's run and catch up to its version. Blocks; an error is kept."""
+        self.cancel_staging("a new handshake")
         self._keep_error(lambda: self._worker.init_transfer_engine(init_info.values))
 
     def start_weight_update(self) -> None:
         """Nothing: a module is opened for loading when it is known to have changed."""
 
+    def stage(self, values: Mapping[str, Any]) -> None:
+        """Begin what `receive_weights` is then to end: until that is called, nothing is written. Does not block.
+
+        If it is not called within 60 s, this rank votes against the update.
+
+        Args:
+            values: as of the update info.
+        """
+        self.cancel_staging("another update is staged")
+        device, worker = self.device, self._worker
+
+        def receive(before_write: Callable[[], None]) -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # is of a thread
+            self._keep_error(lambda: worker.receive_weights(values, before_write=before_write))
+
+        self._staged = StagedCall(values, receive)
+
+    def cancel_staging(self, reason: str) -> None:
+        """Have an update that is staged not be written. Blocks until this rank is out of it."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.cancel(reason)
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Answer the trainer until its `send_weights` is over. Blocks; an error is kept."""
-        self._keep_error(lambda: self._worker.receive_weights(update_info.values))
+        if self._staged is None or self._staged.update_info != update_info.values:
+            self.cancel_staging("another update is received")
+            self._keep_error(lambda: self._worker.receive_weights(update_info.values))
+            return
+        self._synchronize()  # vLLM may still run with the old weights, on a stream that the thread's do not wait for
+        self._staged.finish()
+        self._synchronize()
+        self._staged = None
 
     def finish_weight_update(self) -> None:
         """Nothing: what was decided was done."""
 
     def shutdown(self) -> None:
         """Leave the trainer; may be called twice. The model keeps its weights."""
+        self.cancel_staging("the server shuts down")
         self._worker.shutdown()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _keep_error(self, call: Callable[[], object]) -> None:
         try:

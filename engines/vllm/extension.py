@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from deltacast.delta.errors import StateError
@@ -31,6 +32,22 @@ class DeltacastExtension:
             return {"nonce": nonce, "serves": False, "version": None, "error": _OTHER_BACKEND}
         return {"nonce": nonce, **status.as_dict()}
 
+    def deltacast_stage(self, nonce: str, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Begin an update while this worker serves (`DeltacastEngine.stage`); never raises either.
+
+        Args:
+            nonce: as in `deltacast_status`.
+            update_info: what `update_weights` is then called with, to write what is staged.
+
+        Returns:
+            As `deltacast_status`, whose `staging` says how far it is.
+        """
+        return self._deltacast_call(nonce, lambda engine: engine.stage(update_info))
+
+    def deltacast_call_off(self, nonce: str, reason: str) -> dict[str, Any]:
+        """Have this worker not write what it has staged; else as `deltacast_stage`."""
+        return self._deltacast_call(nonce, lambda engine: engine.cancel_staging(reason))
+
     def deltacast_parts(self, nonce: str) -> dict[str, Any]:
         """Scan what this worker holds now, and say its fingerprints (`DeltacastEngine.parts`); never raises either.
 
@@ -55,3 +72,13 @@ class DeltacastExtension:
             return answer | {"damaged": str(err)}
         except Exception as err:  # noqa: BLE001 - the boundary to vLLM's RPC
             return answer | {"error": f"{type(err).__name__}: {err}"}
+
+    def _deltacast_call(self, nonce: str, call: Callable[[Any], None]) -> dict[str, Any]:
+        engine, error = self.weight_transfer_engine, ""
+        try:
+            if hasattr(engine, "stage"):
+                call(engine)
+        except Exception as err:  # noqa: BLE001 - the boundary to vLLM's RPC
+            error = f"{type(err).__name__}: {err}"
+        answer = self.deltacast_status(nonce)
+        return answer | {"error": error} if error else answer

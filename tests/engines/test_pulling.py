@@ -349,6 +349,31 @@ def test_what_fails_after_the_writing_is_undone(store: VersionStore, way: str, d
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+@DEVICES
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_written_before_leave_is_given(store: VersionStore, way: str, device: str, tmp_path: Path) -> None:
+    """Until then the old version is there and served, with all fetched; without leave it stays, and no file is left."""
+    weights, policy = publish(store, STEPS), Policy(0).to(device)
+    worker = worker_of(policy, store, settings={"folder": str(tmp_path)}, device=device)
+    worker.receive_weights(pull(store, 1))
+    WAYS[way](store)
+    seen: list[object] = []
+
+    def refuse() -> None:
+        raise RuntimeError("still generating")
+
+    with pytest.raises(RuntimeError, match="still generating"):
+        worker.receive_weights(pull(store, STEPS), before_write=refuse)
+    assert (worker.status.status, worker.status.version) == (ServingStatus.SERVING, 1)
+    worker.receive_weights(
+        pull(store, STEPS),
+        before_write=lambda: seen.append((worker.status.status, worker.status.version, weights_of(policy))),
+    )
+    assert seen == [(ServingStatus.SERVING, 1, weights[1])]
+    assert weights_of(policy) == weights[STEPS]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_cannot_be_undone_leaves_nothing_to_serve_until_a_whole_version_has_come(
     store: VersionStore, way: str

@@ -106,7 +106,7 @@ def test_a_worker_that_cannot_restore_serves_nothing_and_is_seeded_when_it_comes
             assert workers[0].status.status is ServingStatus.SERVING
 
 
-@pytest.mark.parametrize("step", ["_prepare", "_receive_payload", "_apply", "_audit", "_await_decision"])
+@pytest.mark.parametrize("step", ["_prepare", "_receive_payload", "_stage", "_apply", "_audit", "_await_decision"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("wire", EVERY_WIRE)
 def test_an_interrupted_worker_leaves_at_the_base_and_the_trainer_hears_at_once(
