@@ -1,72 +1,106 @@
-"""A worker's call that stages while its weights are still read: for engines whose one loop generates and updates."""
+"""A worker that stages an update while its weights are still read: for engines whose one loop generates and updates.
+
+::
+
+    stage(update_info)      begins the call on a thread of its own, up to its first write; does not block
+    state                   `receiving`, then `staged`
+    receive(update_info)    the call itself: what was staged is written; returns at the call's end
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from deltacast.delta.errors import DeadlineError, StateError
 
-__all__ = ["StagedCall", "StagingState"]
+__all__ = ["ReceiveCall", "Staging", "StagingState"]
 
-StagingState: TypeAlias = Literal["receiving", "staged", "over"]
+StagingState: TypeAlias = Literal["", "receiving", "staged", "over"]
+ReceiveCall: TypeAlias = Callable[[Mapping[str, Any], Callable[[], object] | None], object]
+"""A worker's `receive_weights(update_info, before_write)`, its errors kept by itself."""
+
+_PATIENCE_S: Final = 60.0
 
 
-class StagedCall:
-    """One call of `receive_weights` on a thread of its own, whose first write waits until `finish`.
+class Staging:
+    """A worker's calls, some of which are staged first. One thread uses it.
 
     Args:
-        update_info: of the call.
-        receive: makes it, with the given `before_write`; keeps its own errors.
-        patience_s: how long to wait for `finish` or `cancel` once all is staged, before giving up.
-
-    Attributes:
-        update_info: as given.
+        receive: does a call; on another thread if it is staged, one call at a time.
+        patience_s: how long what is staged waits for `receive`, before it is given up.
     """
 
-    def __init__(
-        self,
-        update_info: Mapping[str, Any],
-        receive: Callable[[Callable[[], None]], object],
-        *,
-        patience_s: float = 60.0,
-    ) -> None:
-        self.update_info = update_info
+    def __init__(self, receive: ReceiveCall, *, patience_s: float = _PATIENCE_S) -> None:
         self._receive, self._patience_s = receive, patience_s
-        self._staged, self._answered, self._refusal = threading.Event(), threading.Event(), ""
-        self._thread = threading.Thread(target=self._run, name="deltacast-staging", daemon=True)
-        self._thread.start()
+        self._call: _StagedCall | None = None
 
     @property
     def state(self) -> StagingState:
-        """`staged`: nothing is left but to write, and so on; `over`: the call has ended, whatever came of it."""
-        if not self._thread.is_alive():
-            return "over"
-        return "staged" if self._staged.is_set() else "receiving"
+        """`staged`: nothing is left but what writes; `over`: the call has ended without that; empty: there is none."""
+        return "" if self._call is None else self._call.state
 
-    def finish(self) -> None:
-        """Give leave to write, and wait for the call's end. Nobody else may read the weights meanwhile."""
+    def stage(self, update_info: Mapping[str, Any]) -> None:
+        """Begin a call, and leave it before its first write. Does not block, but for another one that it calls off."""
+        self.forget("another update is staged")
+        self._call = _StagedCall(self._receive, update_info, self._patience_s)
+
+    def wait(self, timeout_s: float) -> StagingState:
+        """Wait while the state is `receiving`, but no longer than that; return it. Any thread may."""
+        if self._call is not None:
+            self._call.settled.wait(timeout_s)
+        return self.state
+
+    def receive(self, update_info: Mapping[str, Any]) -> None:
+        """Do a call; if it is the one that is staged, what is left of it. Blocks; nobody may read the weights."""
+        if self._call is None or self._call.update_info != update_info:
+            self.forget("another update is received")
+            self._receive(update_info, None)
+        else:
+            self._call.end()
+            self._call = None
+
+    def call_off(self, reason: str) -> None:
+        """Have what is staged not be written, and wait until the worker is out of it; the call itself does no more."""
+        if self._call is not None:
+            self._call.end(reason)
+
+    def forget(self, reason: str) -> None:
+        """Call off what is staged, if anything; should the call itself still come, it is done from its beginning."""
+        self.call_off(reason)
+        self._call = None
+
+
+class _StagedCall:
+    def __init__(self, receive: ReceiveCall, update_info: Mapping[str, Any], patience_s: float) -> None:
+        self.update_info = update_info
+        self._receive, self._patience_s = receive, patience_s
+        self.state: StagingState = "receiving"
+        self.settled, self._answered, self._refusal = threading.Event(), threading.Event(), ""
+        self._thread = threading.Thread(target=self._run, name="deltacast-staging", daemon=True)
+        self._thread.start()
+
+    def end(self, refusal: str = "") -> None:
+        """Let it write, or not, and wait for its end."""
+        self._refusal = refusal
         self._answered.set()
         self._thread.join()
 
-    def cancel(self, reason: str) -> None:
-        """Have it write nothing, and wait for its end; if it has leave already, for its usual one."""
-        if not self._answered.is_set():
-            self._refusal = reason
-        self.finish()
-
     def _run(self) -> None:
         try:
-            self._receive(self._ask)
+            self._receive(self.update_info, self._ask)
         finally:
-            self._answered.set()  # for whoever asks on a thread that the call has left behind
+            self._settle("over")
+            self._answered.set()  # for a thread that still asks, and was left behind by the call
+
+    def _settle(self, state: StagingState) -> None:
+        self.state = state
+        self.settled.set()
 
     def _ask(self) -> None:
-        self._staged.set()
+        self._settle("staged")
         if not self._answered.wait(self._patience_s):
-            raise DeadlineError(
-                "nobody let this worker write what it has staged", expected=f"within {self._patience_s} s"
-            )
+            raise DeadlineError("no leave to write came in time", expected=f"within {self._patience_s:g} s")
         if self._refusal:
             raise StateError(f"the update was called off: {self._refusal}")

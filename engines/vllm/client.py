@@ -55,7 +55,7 @@ class ServerStatus:
 
     @property
     def staging(self) -> set[str]:
-        """How far its ranks are that stage an update (`StagedCall.state`); `over` if it could not be asked."""
+        """How far its ranks are that stage an update (`StagingState`); `over` if it could not be asked."""
         return {rank.get("staging", "") or "over" for rank in self.ranks} or {"over"}
 
     @property

@@ -33,7 +33,7 @@ from deltacast.delta.errors import InputError
 from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.sources import WeightSource
 from deltacast.engines.pulling import PullSettings
-from deltacast.engines.staging import StagedCall
+from deltacast.engines.staging import Staging
 from deltacast.engines.vllm.planner import trace
 from deltacast.engines.vllm.ranks import tensor_parallel_exchange
 from deltacast.engines.vllm.reload import Reloader
@@ -84,7 +84,7 @@ class EngineStatus:
         state: the worker's own `ServingStatus`, by value.
         run_id, version, digest, audited_through, optimizer_step: as in `WorkerStatus`; of the worker's weights, which
             are what the running model holds where it `serves`.
-        staging: how far a call is that stages: `receiving`, `staged` or `over`; empty if there is none.
+        staging: how far an update is that it stages (`StagingState`).
         error: why the last call did not do what it should; empty if it did.
     """
 
@@ -136,7 +136,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         with set_current_vllm_config(vllm_config):  # loaders look there
             self._worker = _worker(vllm_config, model)
         self._error = ""
-        self._staged: StagedCall | None = None
+        self._staging = Staging(self._receive)
 
     @property
     def status(self) -> EngineStatus:
@@ -152,7 +152,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
             digest=status.digest,
             audited_through=status.audited_through,
             optimizer_step=status.optimizer_step,
-            staging="" if self._staged is None else self._staged.state,
+            staging=self._staging.state,
             error=self._error or status.last_error,
         )
 
@@ -178,54 +178,42 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's run and catch up to its version. Blocks; an error is kept."""
-        self.cancel_staging("a new handshake")
+        self._staging.forget("a new handshake")
         self._keep_error(lambda: self._worker.init_transfer_engine(init_info.values))
 
     def start_weight_update(self) -> None:
         """Nothing: a module is opened for loading when it is known to have changed."""
 
     def stage(self, values: Mapping[str, Any]) -> None:
-        """Begin what `receive_weights` is then to end: until that is called, nothing is written. Does not block.
-
-        If it is not called within 60 s, this rank votes against the update.
+        """Begin what `receive_weights` is then to end (`Staging`), while this rank serves. Does not block.
 
         Args:
             values: as of the update info.
         """
-        self.cancel_staging("another update is staged")
-        device, worker = self.device, self._worker
+        self._staging.stage(values)
 
-        def receive(before_write: Callable[[], None]) -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # is of a thread
-            self._keep_error(lambda: worker.receive_weights(values, before_write=before_write))
-
-        self._staged = StagedCall(values, receive)
-
-    def cancel_staging(self, reason: str) -> None:
-        """Have an update that is staged not be written. Blocks until this rank is out of it."""
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.cancel(reason)
+    def call_off(self, reason: str) -> None:
+        """Have an update that is staged not be written when `receive_weights` comes for it. Blocks until that is sure."""
+        self._staging.call_off(reason)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Answer the trainer until its `send_weights` is over. Blocks; an error is kept."""
-        if self._staged is None or self._staged.update_info != update_info.values:
-            self.cancel_staging("another update is received")
-            self._keep_error(lambda: self._worker.receive_weights(update_info.values))
-            return
-        self._synchronize()  # vLLM may still run with the old weights, on a stream that the thread's do not wait for
-        self._staged.finish()
+        self._synchronize()  # vLLM may still run with the old weights, on a stream that other threads' do not wait for
+        self._staging.receive(update_info.values)
         self._synchronize()
-        self._staged = None
 
     def finish_weight_update(self) -> None:
         """Nothing: what was decided was done."""
 
     def shutdown(self) -> None:
         """Leave the trainer; may be called twice. The model keeps its weights."""
-        self.cancel_staging("the server shuts down")
+        self._staging.forget("the server shuts down")
         self._worker.shutdown()
+
+    def _receive(self, values: Mapping[str, Any], before_write: Callable[[], object] | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        self._keep_error(lambda: self._worker.receive_weights(values, before_write=before_write))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

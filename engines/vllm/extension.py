@@ -46,7 +46,7 @@ class DeltacastExtension:
 
     def deltacast_call_off(self, nonce: str, reason: str) -> dict[str, Any]:
         """Have this worker not write what it has staged; else as `deltacast_stage`."""
-        return self._deltacast_call(nonce, lambda engine: engine.cancel_staging(reason))
+        return self._deltacast_call(nonce, lambda engine: engine.call_off(reason))
 
     def deltacast_parts(self, nonce: str) -> dict[str, Any]:
         """Scan what this worker holds now, and say its fingerprints (`DeltacastEngine.parts`); never raises either.

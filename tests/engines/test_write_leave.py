@@ -127,7 +127,7 @@ def test_one_that_cannot_take_part_asks_too(wire: str) -> None:
     policy, served = Policy(0), [Policy(0), Policy(0)]
     before, all_asked = weights_of(policy), threading.Barrier(2, timeout=15)
     with in_process(*served) as (workers, _):
-        client = AskingClient(workers, lambda: all_asked.wait(), lambda: all_asked.wait())
+        client = AskingClient(workers, all_asked.wait, all_asked.wait)
         workers[1]._undo_budget_bytes = 0  # refuses the round
         with trainer_of(policy, client, 2, wire=wire) as trainer:
             policy.step(0)

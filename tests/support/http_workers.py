@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +18,7 @@ from fastapi.responses import PlainTextResponse, Response
 from deltacast.delta.module_source import ModuleSource
 from deltacast.engines.base import ServingStatus
 from deltacast.engines.sparse_nccl import SparseNcclWorker
+from deltacast.engines.staging import Staging
 from engine_processes import EngineProcess, Policy, weights_of
 
 TOKEN = "of-the-test"
@@ -38,16 +39,23 @@ class Service:
         self.misdirected = False
         self._as_vllm, self._error, self._at_start = as_vllm, "", weights_of(self.module)
         self._one_at_a_time = threading.Lock()
+        self.staging = Staging(self._receive)
 
     def run(self, call: Callable[[], object]) -> None:
         with self._one_at_a_time:
-            self._error = ""
-            try:
-                call()
-            except Exception as err:
-                if not self._as_vllm:
-                    raise
-                self._error = f"{type(err).__name__}: {err}"
+            self._keep_error(call)
+
+    def _keep_error(self, call: Callable[[], object]) -> None:
+        self._error = ""
+        try:
+            call()
+        except Exception as err:
+            if not self._as_vllm:
+                raise
+            self._error = f"{type(err).__name__}: {err}"
+
+    def _receive(self, update_info: Mapping[str, Any], before_write: Callable[[], object] | None) -> None:
+        self._keep_error(lambda: self.worker.receive_weights(update_info, before_write=before_write))
 
     def init(self, info: dict[str, Any]) -> None:
         if self.misdirected:
@@ -57,7 +65,13 @@ class Service:
     def status(self, nonce: str) -> dict[str, Any]:
         status = self.worker.status
         serves = status.status is not ServingStatus.EMPTY or weights_of(self.module) == self._at_start
-        return {"nonce": nonce, "serves": serves, "version": status.version, "error": self._error}
+        rank = {"nonce": nonce, "serves": serves, "version": status.version, "error": self._error}
+        return rank | {"staging": self.staging.state}
+
+    def ask_rank(self, method: str, nonce: str, *arguments: Any) -> dict[str, Any]:
+        if method == "deltacast_stage":
+            self.staging.stage(*arguments)
+        return self.status(nonce)
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -80,13 +94,14 @@ class Service:
 
         @app.post("/update_weights")
         def update(body: dict[str, dict[str, Any]]) -> dict[str, str]:
-            self.run(lambda: self.worker.receive_weights(body["update_info"]))
+            with self._one_at_a_time:
+                self.staging.receive(body["update_info"])
             return {"message": "Weights updated"}
 
         @app.post("/collective_rpc")
         def ask_ranks(body: dict[str, Any]) -> dict[str, Any]:
             with self._one_at_a_time:
-                return {"results": [self.status(*body["args"])]}
+                return {"results": [self.ask_rank(body["method"], *body["args"])]}
 
         @app.post("/{call}")
         def other(call: str, body: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from deltacast.engines.pulling import PullSettings
 from deltacast.engines.vllm.extension import DeltacastExtension
 
 __all__ = ["FAULTY", "FaultyExtension"]
@@ -18,10 +19,15 @@ FAULTY: Final = "vllm_faults.FaultyExtension"
 
 
 class FaultyExtension(DeltacastExtension):
-    """Deltacast's, in which a reload can be made to fail half way."""
+    """Deltacast's, in which a reload can be made to fail half way, and a pull before it writes."""
 
     rank: int
     get_model: Any
+
+    def forget_stores(self, rank: int) -> None:
+        """Have one rank not allow any store."""
+        if self.rank == rank:
+            self.weight_transfer_engine._worker.pulls = PullSettings()
 
     def fail_next_load(self, rank: int, how: str) -> None:
         """Have one rank's next load `raise`, or end its process (`exit`), after it was given some tensors."""

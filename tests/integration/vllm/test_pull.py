@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 
 from deltacast.delta.errors import InputError
@@ -20,8 +22,11 @@ from deltacast.engines.pull_trainer import PullingTrainer, statuses_of_servers
 from deltacast.engines.pulling import PullRequest
 from deltacast.engines.vllm.client import ServerStatus, VllmClient
 from deltacast.store.version_store import VersionStore
+from vllm_faults import FAULTY
 from vllm_models import make_checkpoint, plain_layouts, weights_of, with_weights
 from vllm_offline import Offline, Weights, change, fresh_answers, offline
+
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are its own
 
@@ -130,11 +135,13 @@ def test_an_engine_with_bad_settings_does_not_start(base: Path) -> None:
 def test_a_server_of_two_ranks_pulls_over_http(
     example: ModuleType, tmp_path: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank pulls for itself and is verified; the server's label is the version."""
+    """Each rank pulls for itself and is verified; if one cannot, the server keeps its version as a whole."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM's default wants two NUMA nodes
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
     policy = example.make_model(tmp_path / "model")
     settings = ("--additional-config", json.dumps(pulling(store)["additional_config"]))
-    options = ("--load-format", "dummy", "--tensor-parallel-size", "2", *settings, *example.TRANSFER)
+    transfer = ("--weight-transfer-config", '{"backend": "deltacast"}', "--worker-extension-cls", FAULTY)
+    options = ("--load-format", "dummy", "--tensor-parallel-size", "2", *settings, *transfer)
     with example.serving(tmp_path / "model", *options) as url:
         client = VllmClient([url])
         info = TrainerInitInfo(num_workers=2, store=store)
@@ -142,10 +149,22 @@ def test_a_server_of_two_ranks_pulls_over_http(
         trainer = PullingTrainer(info, ModuleSource(policy), PausingClient(client), ask)
         example.train(policy, 1)
         report = trainer.send_weights()
-        trainer.shutdown()
         assert (report.error, report.num_verified, len(report.workers)) == ("", 2, 2)
         assert report.times.paused_s is not None
         assert example.label(url) == "1"
+        served = example.complete(url, tmp_path / "model")
+        forget = {"method": "forget_stores", "args": [1]}
+        httpx.post(f"{url}/collective_rpc", json=forget, timeout=60).raise_for_status()
+        example.train(policy, 2)
+        report = trainer.send_weights()
+        trainer.shutdown()
+        assert report.num_verified == 0
+        first, second = (worker.error for worker in report.workers)
+        assert "called off: another rank of this server" in first
+        assert "does not allow that store" in second
+        [status] = client.status()
+        assert (status.serves, status.version, example.label(url)) == (True, 1, "1")
+        assert example.complete(url, tmp_path / "model") == served
 
 
 def asked(client: VllmClient) -> dict[str, WorkerStatus]:
