@@ -193,7 +193,7 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
         self._staging.stage(values)
 
     def call_off(self, reason: str) -> None:
-        """Have an update that is staged not be written when `receive_weights` comes for it. Blocks until that is sure."""
+        """Have an update that is staged not be written when `receive_weights` comes for it. Blocks until it is sure."""
         self._staging.call_off(reason)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
