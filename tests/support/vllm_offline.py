@@ -98,8 +98,10 @@ def _plain(logprobs: Any) -> dict[int, float]:
 @contextmanager
 def offline(folder: Path, **options: Any) -> Iterator[Offline]:
     """Start an engine; only one can run at a time."""
+    from vllm import envs
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    envs.disable_envs_cache()  # the engine before this one had the environment kept as it was then
     options.setdefault("weight_transfer_config", {"backend": "deltacast"})
     options.setdefault("worker_extension_cls", "deltacast.engines.vllm.extension.DeltacastExtension")
     try:
@@ -126,9 +128,9 @@ def change(weights: Weights, names: Iterable[str], seed: int) -> None:
         flat[places] = (torch.randn(len(places), generator=random) * 0.1).to(flat.dtype)
 
 
-def fresh_answers(folder: Path) -> list[Any]:
+def fresh_answers(folder: Path, **options: Any) -> list[Any]:
     """What an engine says that has nothing to do with deltacast."""
-    with offline(folder, weight_transfer_config=None, worker_extension_cls="") as engine:
+    with offline(folder, **{"weight_transfer_config": None, "worker_extension_cls": "", **options}) as engine:
         return engine.answers()
 
 
@@ -137,10 +139,11 @@ def training(
     weights: Weights,
     engine: Offline,
     kind: type[SparseNcclTrainer] = SparseNcclTrainer,
+    num_workers: int = 1,
     **options: Any,
 ) -> Iterator[SparseNcclTrainer]:
     """A trainer of these weights that has brought the engine to them."""
-    trainer = kind.trainer_init(info(1, **options), StateDictSource(weights), engine)
+    trainer = kind.trainer_init(info(num_workers, **options), StateDictSource(weights), engine)
     try:
         yield trainer
     finally:
