@@ -67,6 +67,7 @@ class ChunkReceiver:
         self._sums = SumBuffer(2, [group.num_params for group in self.groups], self.device)
         self._applying = Lane(self.device)
         self._taken: list[RawChunk] = []
+        self._compile()
 
     def fits(self, begin: Begin) -> bool:
         """Say whether a round can use these buffers."""
@@ -179,6 +180,19 @@ class ChunkReceiver:
             for group, undo in zip(self.groups, self._undo, strict=True):
                 undo_group(group, undo)
         self._applying.wait()
+
+    def _compile(self) -> None:
+        """Have the kernels compiled now, by chunks without changes: it takes seconds, when nobody should be waiting."""
+        if self.device.type != "cuda":
+            return
+        self._applying.follow_caller()
+        with self._applying.active():
+            for number, (group, arena, undo) in enumerate(zip(self.groups, self._arenas, self._undo, strict=True)):
+                chunk = arena.chunk(0, min(group.num_blocks, 1), 0)
+                chunk.counts.zero_()
+                apply_group(group, chunk, undo, sums=self._sums.parts[number], fault=self._sums.faults[number])
+                undo_group(group, undo)
+        self._applying.lead_caller()
 
     def _group(self, number: int) -> ParamGroup:
         memories = [self._state.memories[place] for place in self.plan.members[number]]

@@ -129,6 +129,7 @@ class ChunkSender:
         self._old_sums: NDArray[np.uint64] | None = None
         self._old_read: torch.cuda.Event | None = None  # when `keep` needs the baseline no more,
         self._kept: torch.cuda.Event | None = None  # and the arenas
+        self._compile()
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +262,17 @@ class ChunkSender:
         return ParamGroup(
             [memory.tensor for memory in memories], device=self.device if self._staged else None, names=names
         )
+
+    def _compile(self) -> None:
+        """Have the kernels compiled that work between votes and decision, by chunks without changes."""
+        if self.device.type != "cuda" or self._staged:
+            return
+        for group, arena in zip(self.groups, self._arenas, strict=True):
+            chunk = arena.chunk(0, group.num_blocks, min(arena.capacity, 1))
+            arena.counts.zero_()
+            gather_group(group, chunk)
+            advance_group(group, [chunk])
+            arena.reset()
 
     def _make_slabs(self) -> list[torch.Tensor]:
         if not self._staged:

@@ -275,6 +275,8 @@ def _require_supported(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         # Scales are maxima over all ranks, and a rank that reloads alone, to undo an update, would wait for the others.
         f"--quantization {quantization} and tensor parallelism": is_online and parallel.tensor_parallel_size > 1,
         f"--quantization {quantization} of experts": any(isinstance(method, OnlineMoEMethodBase) for method in methods),
+        # vLLM says what its first replica holds, and labels them all.
+        "--data-parallel-size": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--enable-lora": vllm_config.lora_config,

@@ -20,7 +20,7 @@ from deltacast.delta.errors import (
     TableError,
     VerificationError,
 )
-from deltacast.delta.kernels import RawChunk
+from deltacast.delta.kernels import RawChunk, apply_programs
 from deltacast.delta.state import WeightState
 from tensor_bytes import WORDS, copied, random_tensor, raw_bytes, tensor_of
 
@@ -131,6 +131,29 @@ def test_both_ends_hold_the_new_bits_after_every_round(device: str) -> None:
         ends.require_held(new, 5 + seed)
         assert ends.sender.num_changed == sum(int((words_of(new[n]) != words_of(weights[n])).sum()) for n in new)
         weights = new
+
+
+def num_compiled() -> list[int]:
+    """How many variants Triton has of each program that writes, or reads what will be overwritten."""
+    programs = [getattr(apply_programs, name) for name in apply_programs.__all__]
+    return [sum(len(cache[0]) for cache in program.device_caches.values()) for program in programs]
+
+
+@pytest.mark.gpu
+def test_what_writes_is_compiled_before_the_first_round() -> None:
+    """Workers may be paused for the round: nothing is compiled in it, nor when it is taken back."""
+    for name in apply_programs.__all__:
+        getattr(apply_programs, name).device_caches.clear()
+    weights = mixed()
+    new, ends = stepped(weights, 0), Ends(weights, "cuda")
+    compiled = num_compiled()
+    assert all(compiled)
+    ends.deliver(new)
+    ends.sender.keep()
+    ends.receiver.rollback()
+    ends.round(new, 5)
+    ends.require_held(new, 5)
+    assert num_compiled() == compiled
 
 
 @DEVICES
