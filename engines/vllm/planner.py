@@ -144,7 +144,7 @@ class Plan:
         Args:
             name: the parameter.
             tensor: the parameter's, whole and contiguous.
-            image: of `shapes[target]`, in the parameter's dtype, on the tensor's device.
+            image: of `shapes[target]`, in the parameter's dtype, on any device.
             target: the runtime tensor's name.
 
         Returns:

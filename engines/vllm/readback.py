@@ -25,6 +25,7 @@ __all__ = ["differing_modules"]
 
 _COLUMNS: Final = 64
 _BF16: Final = torch.finfo(torch.bfloat16)
+_HOST: Final = torch.device("cpu")
 
 
 def differing_modules(
@@ -100,23 +101,23 @@ class _Readback:
 
         if not isinstance(getattr(module, "quant_method", None), OnlineLinearBase):
             return False
-        image = self._image(f"{path}.weight")
+        image = self._image(f"{path}.weight", module.weight.device)
         if image is None:
             return False
         fresh = copy.copy(module)  # a shell: vLLM's method reads and replaces attributes of it, and no tensor is shared
         fresh._parameters = dict.fromkeys(module._parameters)  # noqa: SLF001
-        fresh.weight = nn.Parameter(image.to(module.weight.device), requires_grad=False)
+        fresh.weight = nn.Parameter(image, requires_grad=False)
         vars(fresh).pop("_already_called_process_weights_after_loading", None)  # else it would do nothing
         fresh.quant_method.process_weights_after_loading(fresh)
         made = {name: tensor for name, tensor in fresh._parameters.items() if tensor is not None}  # noqa: SLF001
         return not all(_same_bits(tensor, getattr(module, name), f"{path}.{name}") for name, tensor in made.items())
 
-    def _image(self, target: str) -> torch.Tensor | None:
+    def _image(self, target: str, device: torch.device = _HOST) -> torch.Tensor | None:
         """Return a bf16 tensor as its loader would fill it, NaN where it does not; None if that is not known."""
         names = self._loaded.get(target, ())
         if not names or any(self._plan.placement(name).meta.dtype != "bfloat16" for name in names):
             return None
-        image = torch.full(self._plan.shapes[target], torch.nan, dtype=torch.bfloat16)
+        image = torch.full(self._plan.shapes[target], torch.nan, dtype=torch.bfloat16, device=device)
         filled = [self._plan.fill(name, self._weight(name), image, target) for name in names]
         return image if all(filled) else None
 

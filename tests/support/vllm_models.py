@@ -24,6 +24,9 @@ from deltacast.delta.table import ParamMeta
 from deltacast.engines.vllm.planner import Plan, trace
 from deltacast.engines.vllm.skeleton import runtime_tensors
 
+ON_GPU: Final = torch.cuda.is_available()
+"""Whether vLLM runs on GPUs here. There it repacks nothing: every layout is the plain one."""
+
 _TINY: Final = {
     "vocab_size": 500,  # no multiple of 64, so that vLLM pads
     "hidden_size": 128,
@@ -84,6 +87,8 @@ def one_group(store: Path, tensor_parallel: int = 1, rank: int = 0) -> Iterator[
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as state
 
+    if ON_GPU:
+        torch.cuda.set_device(rank)
     with set_current_vllm_config(VllmConfig()):
         state.init_distributed_environment(tensor_parallel, rank, f"file://{store}", rank, "gloo")
         state.ensure_model_parallel_initialized(tensor_parallel, 1)
@@ -110,7 +115,8 @@ def load_model(folder: Path, tensor_parallel: int = 1, rank: int = 0) -> nn.Modu
     )
     config = args.create_engine_config()
     config.parallel_config.rank = rank
-    torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does so: without a device torch's raises
+    if not ON_GPU:
+        torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does so: without a device torch's raises
     with set_current_vllm_config(config):
         model: nn.Module = get_model(vllm_config=config)
     return model
@@ -121,10 +127,14 @@ def plain_layouts(*, experts: bool = True) -> Iterator[None]:
     """Have models that are loaded and run meanwhile keep weights in their plain layout, as on GPUs.
 
     vLLM on CPUs repacks them. Linear layers compute as well without that; experts are repacked in each forward pass.
+    On GPUs this does nothing.
 
     Args:
         experts: whether this is for experts too.
     """
+    if ON_GPU:
+        yield
+        return
     import vllm.model_executor.layers.utils as layers
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,8 +17,14 @@ from deltacast.delta.module_source import StateDictSource
 from deltacast.delta.state import WeightState
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from engine_setups import info
+from vllm_models import ON_GPU
 
 Weights: TypeAlias = dict[str, torch.Tensor]
+
+STRATEGIES: Final = ("direct",) if ON_GPU else ("reload", "direct")
+"""Of servers of one rank that do not quantise: on CPUs the first is vLLM's as it is, the other with `plain_layouts`."""
+
+packs_weights: Final = pytest.mark.skipif(ON_GPU, reason="vLLM packs weights, and so reloads them, on CPUs only")
 
 _PROMPTS: Final = [[1, 2, 3], list(range(7, 47)), [5, 9] * 70]  # the last one fills a block of the prefix cache
 
@@ -113,6 +120,11 @@ def offline(folder: Path, **options: Any) -> Iterator[Offline]:
             del engine.llm
     finally:
         cleanup_dist_env_and_memory()
+
+
+def needs_gpus(number: int) -> pytest.MarkDecorator:
+    """Skip a test of that many ranks where vLLM runs on GPUs and has fewer: each rank takes one."""
+    return pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < number, reason=f"needs {number} GPUs")
 
 
 def digest_of(weights: Weights) -> str:

@@ -1,6 +1,6 @@
 """The worker engine in a vLLM of this process: what it serves equals a fresh vLLM, whatever is changed or fails.
 
-Everything with both strategies: `reload` is vLLM's CPU build as it is, `direct` the layout of its GPU builds.
+On CPUs everything with both strategies: `reload` is vLLM's CPU build as it is, `direct` the layout of its GPU builds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deltacast.delta.errors import InputError, RoundAbortedError, StateError, TransportError
 from deltacast.delta.fingerprint import fingerprint
@@ -20,7 +21,17 @@ from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from deltacast.engines.vllm.plugin import register
 from engine_setups import info
 from vllm_models import changed_bits, make_checkpoint, plain_layouts, weights_of, with_weights
-from vllm_offline import Offline, Weights, change, digest_of, fresh_answers, offline, training
+from vllm_offline import (
+    STRATEGIES,
+    Offline,
+    Weights,
+    change,
+    digest_of,
+    fresh_answers,
+    offline,
+    packs_weights,
+    training,
+)
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are its own
 
@@ -40,7 +51,7 @@ KINDS: list[tuple[str, Callable[[str], bool]]] = [
 ]
 
 
-@pytest.fixture(params=["reload", "direct"])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     with plain_layouts() if request.param == "direct" else nullcontext():
         yield request.param
@@ -132,6 +143,7 @@ class Breaking:
 only_reload = pytest.mark.parametrize("strategy", ["reload"], indirect=True)
 
 
+@packs_weights
 @only_reload
 def test_a_reload_that_fails_aborts_the_round_and_the_old_version_is_served(base: Path, engine: Offline) -> None:
     """The trainer hears why, half of the modules were new for a moment, and the next round is right."""
@@ -152,6 +164,7 @@ def test_a_reload_that_fails_aborts_the_round_and_the_old_version_is_served(base
     assert after != before
 
 
+@packs_weights
 @only_reload
 @pytest.mark.usefixtures("strategy")
 def test_a_reload_that_cannot_be_undone_leaves_nothing_to_serve_until_a_handshake(base: Path, tmp_path: Path) -> None:
@@ -175,6 +188,7 @@ def served_after_a_mix(weights: Weights, engine: Offline) -> list[Any]:
         return engine.answers()
 
 
+@packs_weights
 @only_reload
 @pytest.mark.parametrize("trained", [False, True], ids=["as loaded", "updated"])
 def test_running_weights_that_are_not_those_of_the_copy_are_found_and_mended(
@@ -236,6 +250,19 @@ def test_what_the_running_model_has_no_place_for_is_refused_by_name(tmp_path: Pa
     folder = with_weights(tmp_path / "with head", tied, weights)
     with pytest.raises(InputError, match=r"no place for lm_head\.weight"), offline(folder):
         pass
+
+
+def test_replicas_behind_one_server_are_refused(base: Path) -> None:
+    """VLLM says what its first replica holds, and labels them all: another one might serve an older version."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from deltacast.engines.vllm.engine import DeltacastEngine
+
+    config = EngineArgs(model=str(base), skip_tokenizer_init=True, data_parallel_size=2).create_engine_config()
+    config.parallel_config.data_parallel_index = 1  # so does vLLM where it starts the second replica
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    with pytest.raises(InputError, match="--data-parallel-size"):
+        DeltacastEngine(config.weight_transfer_config, config, torch.device("cpu"), nn.Module())
 
 
 def test_the_plugin_may_be_called_again() -> None:

@@ -11,11 +11,12 @@ import torch
 
 from deltacast.delta.errors import StateError
 from vllm_models import make_checkpoint, plain_layouts, weights_of, with_weights
-from vllm_offline import change, digest_of, fresh_answers, offline, training
+from vllm_offline import change, digest_of, fresh_answers, offline, packs_weights, training
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
 
+@packs_weights
 def test_packed_experts_that_are_not_those_of_the_copy_are_found_and_mended(tmp_path: Path) -> None:
     """One bit of one packed expert: named by module, no longer served, then reloaded."""
     base = make_checkpoint(tmp_path / "base", "qwen3_moe", 0)
@@ -47,6 +48,7 @@ def test_stacked_and_transposed_experts_are_written_where_they_lie(tmp_path: Pat
         assert served == fresh_answers(with_weights(tmp_path / "new", base, weights))
 
 
+@packs_weights
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_experts_that_can_be_neither_written_nor_reloaded_are_refused(tmp_path: Path, load_format: str) -> None:
     """GPT-OSS fills its experts without vLLM's loaders, which a reload hangs on: the server does not start."""
@@ -55,6 +57,7 @@ def test_experts_that_can_be_neither_written_nor_reloaded_are_refused(tmp_path: 
         pass
 
 
+@packs_weights
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_experts_that_alone_are_repacked_are_reloaded(tmp_path: Path, load_format: str) -> None:
     """All layouts look plain; the weights, or with dummy weights a pattern, prove that the experts' are not."""

@@ -24,7 +24,7 @@ from deltacast.engines.vllm.client import ServerStatus, VllmClient
 from deltacast.store.version_store import VersionStore
 from vllm_faults import FAULTY
 from vllm_models import make_checkpoint, plain_layouts, weights_of, with_weights
-from vllm_offline import Offline, Weights, change, fresh_answers, offline
+from vllm_offline import Offline, Weights, change, fresh_answers, needs_gpus, offline, packs_weights
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 
@@ -90,6 +90,7 @@ def pull(engine: Offline, store: VersionStore, target: int, **changes: Any) -> N
     engine.finish_weight_update()
 
 
+@packs_weights
 def test_a_refused_or_broken_pull_leaves_what_was_served(base: Path, store: VersionStore) -> None:
     """Nothing is raised into vLLM; the status says why."""
     weights = weights_of(base)
@@ -132,6 +133,7 @@ def test_an_engine_with_bad_settings_does_not_start(base: Path) -> None:
         pass
 
 
+@needs_gpus(2)
 def test_a_server_of_two_ranks_pulls_over_http(
     example: ModuleType, tmp_path: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_quantised_itself_is_refused_by_name(base: Path) ->
 
 @pytest.mark.parametrize("what", ["tensor parallelism", "experts"])
 def test_what_is_not_proven_of_quantised_servers_is_refused_by_name(engine: Offline, what: str) -> None:
-    """No such server starts on this CPU, so that a running one is made to look like it."""
+    """No such server starts on a CPU, so that a running one is made to look like it."""
     from vllm.model_executor.layers.quantization.online.int8 import Int8OnlineMoEMethod
 
     config = copy.copy(engine.llm.llm_engine.vllm_config)

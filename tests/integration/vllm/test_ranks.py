@@ -13,8 +13,9 @@ from engine_setups import info
 from shard_processes import Servers
 from shard_vllm import serve_in_vllm
 from vllm_models import changed_bits, make_checkpoint, weights_of, with_weights
+from vllm_offline import needs_gpus
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), needs_gpus(2)]
 
 
 def test_two_ranks_follow_a_trainer_in_their_running_tensors(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from deltacast.engines.clients import PausingClient
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from deltacast.engines.vllm.client import VllmClient
 from engine_setups import info
+from vllm_offline import needs_gpus
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "vllm_http_sync.py"
 
@@ -185,6 +186,7 @@ def test_verify_says_whether_a_server_holds_a_checkpoint(served: tuple[str, Path
     assert (difference["name"], difference["kind"]) == ("lm_head.weight", "bits")
 
 
+@needs_gpus(2)
 def test_two_ranks_of_tensor_parallelism_follow_and_keep_their_errors(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,12 +17,13 @@ from deltacast.engines.clients import PausingClient
 from deltacast.engines.sparse_nccl import SparseNcclTrainer
 from deltacast.engines.vllm.client import VllmClient
 from engine_setups import info
+from vllm_offline import needs_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 TWO_RANKS = ("--tensor-parallel-size", "2", "--worker-extension-cls", "vllm_plain.PlainExtension")
 DELTACAST = ("--weight-transfer-config", '{"backend": "deltacast"}')
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(300), needs_gpus(2), pytest.mark.filterwarnings("ignore")]
 
 
 @contextmanager

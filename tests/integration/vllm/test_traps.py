@@ -28,7 +28,7 @@ from deltacast.engines.vllm.client import VllmClient
 from engine_setups import info
 from vllm_faults import FAULTY
 from vllm_models import bits_of, weights_of, with_weights
-from vllm_offline import Offline, Weights, change, digest_of, fresh_answers, offline, training
+from vllm_offline import Offline, Weights, change, digest_of, fresh_answers, offline, packs_weights, training
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[1, 2, 3], list(range(7, 47)), [5, 9] * 70]  # those of vllm_offline.py
@@ -89,6 +89,7 @@ def base(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@packs_weights
 def test_a_module_whose_members_come_in_different_chunks_is_loaded_whole(base: Path, tmp_path: Path) -> None:
     """In vLLM a module can be loaded once per update; here k and v, four parameters apart, are one update."""
     weights, served, checkpoints = weights_of(base), [], []
@@ -158,6 +159,7 @@ def pair(example: ModuleType, base: Path) -> Iterator[Served]:
     assert not [left for name in names for left in Path("/dev/shm").glob(f"{name}*")]
 
 
+@packs_weights
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_alone_leaves_both_in_step_at_the_old_version(pair: Served, base: Path, rank: int) -> None:
     """Raised into vLLM, its error would pair later answers with wrong questions, or leave two versions served."""
@@ -187,6 +189,7 @@ def test_a_rank_that_fails_alone_leaves_both_in_step_at_the_old_version(pair: Se
         assert pair.tokens() == before
 
 
+@packs_weights
 def test_a_rank_that_dies_in_an_update_ends_its_server_and_not_the_trainer(pair: Served, base: Path) -> None:
     """The trainer hears of it in time, and knows nobody any more; the server answers no request."""
     weights = weights_of(base)
