@@ -268,6 +268,8 @@ class ChunkSender:
         if self.device.type != "cuda" or self._staged:
             return
         for group, arena in zip(self.groups, self._arenas, strict=True):
+            if not group.num_blocks:
+                continue
             chunk = arena.chunk(0, group.num_blocks, min(arena.capacity, 1))
             arena.counts.zero_()
             gather_group(group, chunk)

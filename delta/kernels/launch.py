@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,22 @@ _EMIT_OPTIONS: Final = {"lanes": 256, "tile": 1024, "num_warps": 8}
 _CHECK_OPTIONS: Final = {"tile": 512, "num_warps": 2}
 _AUDIT_ROWS: Final = {1: 1, 2: 2, 4: 8, 8: 8}
 _APPLY_OPTIONS: Final = {"tile": 2048, "num_warps": 8}
+_FIRST_LAUNCH: Final = threading.Lock()
+_LAUNCHED: Final[set[tuple[object, ...]]] = set()
+
+
+def _launch(program: Any, grid: tuple[int], *arguments: Any, **constants: Any) -> None:
+    """Launch a program on the current device; at first, when Triton compiles it, nothing else is launched meanwhile.
+
+    Triton lets a thread launch what another one has compiled, but not loaded yet.
+    """
+    variant = (program, torch.cuda.current_device(), *constants.items())
+    if variant in _LAUNCHED:
+        program[grid](*arguments, **constants)
+        return
+    with _FIRST_LAUNCH:
+        program[grid](*arguments, **constants)
+        _LAUNCHED.add(variant)
 
 
 def _word(group: ParamGroup) -> dict[str, Any]:
@@ -46,11 +63,13 @@ def diff_blocks(
     arena, keys, blocks = chunk.arena, group.keys, group.table.blocks
     word, options = _word(group), _scan_options(group, audit=audit_baseline)
     chunk.count_sums.zero_()
-    scan_programs.compare_program[(chunk.num_blocks,)](
+    _launch(
+        scan_programs.compare_program, (chunk.num_blocks,),
         blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, sums,
         chunk.first_block, group.num_params, audit=audit_baseline, **word, **options,
     )  # fmt: skip
-    emit_programs.emit_program[(chunk.num_blocks,)](
+    _launch(
+        emit_programs.emit_program, (chunk.num_blocks,),
         blocks, keys.inner, keys.outer, scratch, chunk.counts, chunk.count_sums, arena.offsets, arena.values,
         arena.starts, arena.totals, sums, chunk.number, chunk.first_block, chunk.num_blocks, group.num_params,
         arena.capacity, rows=options["rows"], **word, **_EMIT_OPTIONS,
@@ -60,18 +79,21 @@ def diff_blocks(
 def check_blocks(group: ParamGroup, chunk: RawChunk, fault: torch.Tensor) -> None:
     """Check counts and offsets of a chunk; see `operations.apply_group`."""
     blocks, place = group.table.blocks, (chunk.first_block, chunk.num_blocks)
-    apply_programs.count_program[(-(-chunk.num_blocks // COUNTS_PER_SUM),)](
-        blocks, chunk.counts, chunk.count_sums, fault, *place
-    )
-    apply_programs.check_program[(chunk.num_blocks,)](
-        blocks, chunk.counts, chunk.count_sums, chunk.offsets, fault, *place, chunk.num_changes, **_CHECK_OPTIONS
-    )
+    _launch(
+        apply_programs.count_program, (-(-chunk.num_blocks // COUNTS_PER_SUM),),
+        blocks, chunk.counts, chunk.count_sums, fault, *place,
+    )  # fmt: skip
+    _launch(
+        apply_programs.check_program, (chunk.num_blocks,),
+        blocks, chunk.counts, chunk.count_sums, chunk.offsets, fault, *place, chunk.num_changes, **_CHECK_OPTIONS,
+    )  # fmt: skip
 
 
 def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.Tensor, fault: torch.Tensor) -> None:
     """Write a checked chunk; see `operations.apply_group`."""
     old, applied = _log_of(chunk, undo)
-    apply_programs.apply_program[(chunk.num_blocks,)](
+    _launch(
+        apply_programs.apply_program, (chunk.num_blocks,),
         group.table.blocks, group.keys.inner, group.keys.outer, chunk.counts, chunk.count_sums, chunk.offsets,
         chunk.values, old, sums, fault, applied, chunk.first_block, group.num_params,
         **_APPLY_OPTIONS, **_word(group),
@@ -80,7 +102,8 @@ def apply_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog, sums: torch.
 
 def advance_blocks(group: ParamGroup, arena: Arena, chunk_blocks: int) -> None:
     """Write a round's changes; see `operations.advance_group`."""
-    apply_programs.advance_program[(group.num_blocks,)](
+    _launch(
+        apply_programs.advance_program, (group.num_blocks,),
         group.table.blocks, arena.counts, arena.count_sums, arena.starts, arena.offsets, arena.values, chunk_blocks,
         arena.count_sums.shape[1], word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
@@ -88,7 +111,8 @@ def advance_blocks(group: ParamGroup, arena: Arena, chunk_blocks: int) -> None:
 
 def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
     """Write back what applying the chunk overwrote; see `operations.undo_group`."""
-    apply_programs.undo_program[(chunk.num_blocks,)](
+    _launch(
+        apply_programs.undo_program, (chunk.num_blocks,),
         group.table.blocks, chunk.counts, chunk.count_sums, chunk.offsets, *_log_of(chunk, undo), chunk.first_block,
         word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
@@ -97,10 +121,12 @@ def undo_blocks(group: ParamGroup, chunk: RawChunk, undo: UndoLog) -> None:
 def gather_blocks(group: ParamGroup, chunk: RawChunk, out: torch.Tensor, fault: torch.Tensor) -> None:
     """Copy the words that a trusted chunk would overwrite; see `operations.gather_group`."""
     blocks = group.table.blocks
-    apply_programs.count_program[(-(-chunk.num_blocks // COUNTS_PER_SUM),)](
-        blocks, chunk.counts, chunk.count_sums, fault, chunk.first_block, chunk.num_blocks
-    )
-    apply_programs.gather_program[(chunk.num_blocks,)](
+    _launch(
+        apply_programs.count_program, (-(-chunk.num_blocks // COUNTS_PER_SUM),),
+        blocks, chunk.counts, chunk.count_sums, fault, chunk.first_block, chunk.num_blocks,
+    )  # fmt: skip
+    _launch(
+        apply_programs.gather_program, (chunk.num_blocks,),
         blocks, chunk.counts, chunk.count_sums, chunk.offsets, out, chunk.first_block,
         word=_word(group)["word"], **_APPLY_OPTIONS,
     )  # fmt: skip
@@ -113,7 +139,8 @@ def _log_of(chunk: RawChunk, undo: UndoLog) -> tuple[torch.Tensor, torch.Tensor]
 
 def audit_blocks(group: ParamGroup, sums: torch.Tensor, first_block: int, num_blocks: int) -> None:
     """Fingerprint blocks of the baseline; see `operations.audit_group`."""
-    scan_programs.audit_program[(num_blocks,)](
+    _launch(
+        scan_programs.audit_program, (num_blocks,),
         group.table.blocks, group.keys.inner, group.keys.outer, sums, first_block,
         rows=_AUDIT_ROWS[group.word_bytes], num_warps=4, **_word(group),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from deltacast.delta.errors import (
     TableError,
     VerificationError,
 )
-from deltacast.delta.kernels import RawChunk, apply_programs
+from deltacast.delta.kernels import RawChunk, apply_programs, launch
 from deltacast.delta.state import WeightState
 from tensor_bytes import WORDS, copied, random_tensor, raw_bytes, tensor_of
 
@@ -133,27 +133,22 @@ def test_both_ends_hold_the_new_bits_after_every_round(device: str) -> None:
         weights = new
 
 
-def num_compiled() -> list[int]:
-    """How many variants Triton has of each program that writes, or reads what will be overwritten."""
-    programs = [getattr(apply_programs, name) for name in apply_programs.__all__]
-    return [sum(len(cache[0]) for cache in program.device_caches.values()) for program in programs]
-
-
 @pytest.mark.gpu
-def test_what_writes_is_compiled_before_the_first_round() -> None:
-    """Workers may be paused for the round: nothing is compiled in it, nor when it is taken back."""
-    for name in apply_programs.__all__:
-        getattr(apply_programs, name).device_caches.clear()
+def test_what_writes_is_compiled_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers may be paused for the round: no program that writes is launched in it for the first time."""
+    launched: set[tuple[object, ...]] = set()
+    monkeypatch.setattr(launch, "_LAUNCHED", launched)
+    writes = [getattr(apply_programs, name) for name in apply_programs.__all__]
     weights = mixed()
     new, ends = stepped(weights, 0), Ends(weights, "cuda")
-    compiled = num_compiled()
-    assert all(compiled)
+    before = set(launched)
+    assert {variant[0] for variant in before} == set(writes)
     ends.deliver(new)
     ends.sender.keep()
     ends.receiver.rollback()
     ends.round(new, 5)
     ends.require_held(new, 5)
-    assert num_compiled() == compiled
+    assert {variant for variant in launched if variant[0] in writes} == before
 
 
 @DEVICES
