@@ -3,6 +3,8 @@
 On CPUs everything with both strategies: `reload` is vLLM's CPU build as it is, `direct` the layout of its GPU builds.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
