@@ -104,6 +104,11 @@ class Channel:
         except OSError as err:
             raise TransportError(f"lost the connection to {self.peer}") from err
 
+    def interrupt(self) -> None:
+        """Wake whoever waits for the peer, as if that were gone. Any thread may."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def receive(self, deadline: Deadline) -> Frame:
         """Read one frame.
 

@@ -20,6 +20,7 @@ class WriteLeave:
     def __init__(self, ask: Callable[[], object] | None) -> None:
         self._ask = ask
         self._asked: Task | None = None  # until it was answered
+        self._refusal: BaseException | None = None
 
     def wait(self, channel: Channel, timeout_s: float) -> bool:
         """Ask, unless that was done before, and return whether leave was given. Blocks.
@@ -29,8 +30,10 @@ class WriteLeave:
 
         Raises:
             DeadlineError: neither came in time.
-            Exception: what `ask` raises.
+            Exception: what `ask` raises, now and at every later call.
         """
+        if self._refusal is not None:
+            raise self._refusal
         if self._ask is not None:
             self._asked, self._ask = Task("leave", self._ask), None
         if self._asked is None:
@@ -41,10 +44,10 @@ class WriteLeave:
             raise DeadlineError("no leave to write came in time", expected=f"within {timeout_s} s") from err
         if not self._asked.done:
             return False
-        error = self._asked.error
+        self._refusal = self._asked.error
         self.close()
-        if error is not None:
-            raise error
+        if self._refusal is not None:
+            raise self._refusal
         return True
 
     def close(self) -> None:

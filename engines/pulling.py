@@ -199,7 +199,7 @@ class PullingWorker(RoundWorker):
         self.pulls.require_allowed(request.where)
         with VersionStore.open(request.where, signing_key=self.pulls.signing_key) as store:
             record = self._target(store, request)
-            held = self._held(store, request)
+            held = self._held(store, request, before_write)
             if held is None or self._is_behind(held, record):
                 limits = Limits(self._undo_budget_bytes, self._max_payload_bytes, self._state.threads)
                 payload = fetch(
@@ -224,16 +224,16 @@ class PullingWorker(RoundWorker):
             )
         return record
 
-    def _held(self, store: VersionStore, request: PullRequest) -> int | None:
+    def _held(self, store: VersionStore, request: PullRequest, before_write: Callable[[], object] | None) -> int | None:
         """Return the version that is held, so that updates may follow it; None if everything must come."""
         if self._serving not in _SERVES and self._state.version is None:
-            self._recognise(store, request)
+            self._recognise(store, request, before_write)
         held = self._state.version if self._serving in _SERVES else None
         if request.base not in {None, held}:
             raise BaseError("wrong base", version=request.target, expected=f"version {held}", found=request.base)
         return held
 
-    def _recognise(self, store: VersionStore, request: PullRequest) -> None:
+    def _recognise(self, store: VersionStore, request: PullRequest, before_write: Callable[[], object] | None) -> None:
         """Take the label of a version whose bits are here already: of a checkpoint that was loaded, say."""
         self._state.rescan()
         records: Iterable[VersionRecord]
@@ -246,10 +246,16 @@ class PullingWorker(RoundWorker):
             if (record.table_digest, record.state_digest) == ours:
                 self._state.version = record.version
                 self._state.mark_audited()
+                if before_write is not None and self._model_is_behind():
+                    before_write()
                 self._weights_written(None)  # they may have come by a pull whose last step failed
                 self._serving = ServingStatus.SERVING
                 self._note(record)
                 return
+
+    def _model_is_behind(self) -> bool:
+        """Whether what is made from the weights is not of these weights."""
+        return False
 
     def _is_behind(self, held: int, record: VersionRecord) -> bool:
         if held > record.version:

@@ -25,7 +25,7 @@ _CLOCK_S: Final = 0.01  # Gloo counts whole milliseconds, and may give up a litt
 
 
 class Exchange:
-    """One rank's end. One thread.
+    """One rank's end. One thread at a time.
 
     Args:
         group: a Gloo group of the server's ranks, used by nobody else: a `torch.distributed` ProcessGroup or Gloo's

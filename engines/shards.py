@@ -114,6 +114,10 @@ class ShardWorker(RoundWorker):
         self._shards.forget()
         return replace(hello, version=-1, digest="", damaged=[])
 
+    def _asks_first(self, propose: Propose) -> bool:
+        # While they generate, ranks run collectives of their own; two communicators of NCCL may wait for each other.
+        return propose.overlaps or self._device.type == "cuda"
+
     def _incoming(self, propose: Propose, header: bytes) -> Incoming:
         if propose.wire != "container":
             raise ProtocolError("unknown wire", expected="container", found=propose.wire)

@@ -29,11 +29,10 @@ class Staging:
 
     Args:
         receive: does a call; on another thread if it is staged, one call at a time.
-        patience_s: how long what is staged waits for `receive`, before it is given up.
     """
 
-    def __init__(self, receive: ReceiveCall, *, patience_s: float = _PATIENCE_S) -> None:
-        self._receive, self._patience_s = receive, patience_s
+    def __init__(self, receive: ReceiveCall) -> None:
+        self._receive = receive
         self._call: _StagedCall | None = None
 
     @property
@@ -41,10 +40,15 @@ class Staging:
         """`staged`: nothing is left but what writes; `over`: the call has ended without that; empty: there is none."""
         return "" if self._call is None else self._call.state
 
-    def stage(self, update_info: Mapping[str, Any]) -> None:
-        """Begin a call, and leave it before its first write. Does not block, but for another one that it calls off."""
+    def stage(self, update_info: Mapping[str, Any], patience_s: float = _PATIENCE_S) -> None:
+        """Begin a call, and leave it before its first write. Does not block, but for another one that it calls off.
+
+        Args:
+            update_info: as of the call itself.
+            patience_s: how long what is staged waits for `receive`, before it is given up.
+        """
         self.forget("another update is staged")
-        self._call = _StagedCall(self._receive, update_info, self._patience_s)
+        self._call = _StagedCall(self._receive, update_info, patience_s)
 
     def wait(self, timeout_s: float) -> StagingState:
         """Wait while the state is `receiving`, but no longer than that; return it. Any thread may."""
@@ -54,16 +58,18 @@ class Staging:
 
     def receive(self, update_info: Mapping[str, Any]) -> None:
         """Do a call; if it is the one that is staged, what is left of it. Blocks; nobody may read the weights."""
-        if self._call is None or self._call.update_info != update_info:
-            self.forget("another update is received")
-            self._receive(update_info, None)
-        else:
-            self._call.end()
-            self._call = None
+        call, self._call = self._call, None
+        if call is not None and call.update_info == update_info and (call.state != "over" or call.called_off):
+            call.end()
+            return
+        if call is not None:
+            call.end("another update is received")
+        self._receive(update_info, None)
 
     def call_off(self, reason: str) -> None:
         """Have what is staged not be written, and wait until the worker is out of it; the call itself does no more."""
         if self._call is not None:
+            self._call.called_off = True
             self._call.end(reason)
 
     def forget(self, reason: str) -> None:
@@ -77,6 +83,8 @@ class _StagedCall:
         self.update_info = update_info
         self._receive, self._patience_s = receive, patience_s
         self.state: StagingState = "receiving"
+        self.called_off = False
+        self._lock = threading.Lock()
         self.settled, self._answered, self._refusal = threading.Event(), threading.Event(), ""
         self._thread = threading.Thread(target=self._run, name="deltacast-staging", daemon=True)
         self._thread.start()
@@ -95,8 +103,9 @@ class _StagedCall:
             self._answered.set()  # for a thread that still asks, and was left behind by the call
 
     def _settle(self, state: StagingState) -> None:
-        self.state = state
-        self.settled.set()
+        with self._lock:
+            self.state = "over" if self.state == "over" else state  # it may be asked for on a thread left behind
+            self.settled.set()
 
     def _ask(self) -> None:
         self._settle("staged")

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -136,6 +136,7 @@ class RoundWorker(WorkerEngine):
         self._optimizer_step: int | None = None  # of the state's version
         self._last_call, self._last_report = 0, WorkerReport(None, committed=False)
         self._leave = WriteLeave(None)  # of the present call
+        self._written = False  # since the last time that something was undone or decided
 
     @property
     def status(self) -> WorkerStatus:
@@ -190,9 +191,10 @@ class RoundWorker(WorkerEngine):
             update_info: as there.
             before_write: called at most once, on a thread of its own, in the call's first round, when all of it is
                 there that can be had without writing: a container staged and proven; of a payload that is written as
-                it arrives, nothing. Every write waits for its return, for up to `timeout_s`. So whoever reads the
-                weights (an engine that generates) has to stop only then. If the round ends before it returns, nothing
-                was written, and nobody waits for it; if it raises, this worker votes against the round.
+                it arrives, nothing. Every write waits for its return, for up to half of `timeout_s`. So whoever reads
+                the weights (an engine that generates) has to stop only then. If the round ends before it returns,
+                nothing was written, and nobody waits for it; if it raises, this worker votes against every round of
+                the call in which it would write.
         """
         call = update_info.get("call") if update_info else None
         if self._channel is None or self._info is None:
@@ -206,6 +208,12 @@ class RoundWorker(WorkerEngine):
                 return self._serve(self._info, call if isinstance(call, int) else 0)
             finally:
                 self._leave.close()
+
+    def interrupt(self) -> None:
+        """End a call that waits for the trainer, from another thread: it fails as if the trainer were gone."""
+        channel = self._channel
+        if channel is not None:
+            channel.interrupt()
 
     def shutdown(self) -> None:
         """See `WorkerEngine`."""
@@ -346,7 +354,7 @@ class RoundWorker(WorkerEngine):
     def _until_decided(self, current: _Round, rows: bytes, info: WorkerInitInfo) -> Decision:
         key = current.propose.key
         current.error = self._prepare(current, rows)
-        if current.propose.overlaps:
+        if self._asks_first(current.propose):
             early = self._await_leave(current, info)
             if early is not None:
                 return early
@@ -419,7 +427,7 @@ class RoundWorker(WorkerEngine):
 
     def _stop_serving(self) -> None:
         """From the first write to the decision nothing is served."""
-        self._serving = ServingStatus.EMPTY
+        self._serving, self._written = ServingStatus.EMPTY, True
 
     def _check_propose(self, propose: Propose) -> None:
         if self._group is None:
@@ -481,12 +489,19 @@ class RoundWorker(WorkerEngine):
     def _await_leave(self, current: _Round, info: WorkerInitInfo) -> Decision | None:
         """Wait for leave to write; a decision that comes first (it can only be ABORT) is returned.
 
-        A worker that will not write in this round asks too: who gives leave may wait until all have asked.
+        A worker that will not write in this round asks too: who gives leave may wait until all have asked. It waits for
+        less than the trainer does, which is to hear its vote.
         """
-        given = True
-        with _noting_errors(current, self._state):
-            given = self._leave.wait(self._connected(), info.timeout_s)
+        given, drains = True, current.payload is not None and current.payload.drains
+        with (
+            suppress(Exception) if drains else _noting_errors(current, self._state)
+        ):  # a refusal holds for later rounds
+            given = self._leave.wait(self._connected(), info.timeout_s / 2)
         return None if given else self._await_decision(current.propose.key, Deadline(info.timeout_s))
+
+    def _asks_first(self, propose: Propose) -> bool:
+        """Whether a round needs leave to write before it is received."""
+        return propose.overlaps
 
     def _vote(self, current: _Round, info: WorkerInitInfo) -> Verdict | Decision:
         """Apply (unless the round is for others), audit, and say what this worker now holds.
@@ -497,7 +512,7 @@ class RoundWorker(WorkerEngine):
         with _noting_errors(current, self._state):
             self._stage(current)
         current.apply_s = time.perf_counter() - started
-        if not current.propose.overlaps:
+        if not self._asks_first(current.propose):
             early = self._await_leave(current, info)
             if early is not None:
                 return early
@@ -587,6 +602,7 @@ class RoundWorker(WorkerEngine):
 
     def _keep(self, payload: Incoming, optimizer_step: int | None) -> None:
         payload.commit()
+        self._written = False
         if not payload.drains:
             self._committed_at = time.time()
             self._serving = ServingStatus.SERVING
@@ -610,8 +626,10 @@ class RoundWorker(WorkerEngine):
         if damaged or self._state.version is None:
             self._serving = ServingStatus.LOST if serving is ServingStatus.LOST else ServingStatus.EMPTY
         else:
-            self._weights_written(None)
+            if self._written:
+                self._weights_written(None)
             self._serving = serving
+        self._written = False
         return damaged
 
     def _send(self, message: Message, info: WorkerInitInfo) -> None:

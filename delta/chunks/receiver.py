@@ -188,7 +188,9 @@ class ChunkReceiver:
         self._applying.follow_caller()
         with self._applying.active():
             for number, (group, arena, undo) in enumerate(zip(self.groups, self._arenas, self._undo, strict=True)):
-                chunk = arena.chunk(0, min(group.num_blocks, 1), 0)
+                if not group.num_blocks:
+                    continue
+                chunk = arena.chunk(0, 1, 0)
                 chunk.counts.zero_()
                 apply_group(group, chunk, undo, sums=self._sums.parts[number], fault=self._sums.faults[number])
                 undo_group(group, undo)

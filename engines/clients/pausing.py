@@ -15,6 +15,7 @@ alone; and of the steps of a finish each is taken, whatever became of the others
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,7 @@ class PausingClient:
             self._stage = client.stage_weights
         self._asleep = False
         self._within = False
+        self._started, self._lock = False, threading.Lock()
         self._paused_at: float | None = None
         self.paused_s: float | None = None
 
@@ -114,6 +116,7 @@ class PausingClient:
 
     def start_weight_update(self) -> None:
         """See `Client`. On any error, also of some workers only, `finish_weight_update` makes all of them run again."""
+        self._started = True
         if self._sleep_level is None:
             if self._stage is None:
                 self._pause()
@@ -127,7 +130,10 @@ class PausingClient:
         """See `Client`. With staging, what comes before the pause blocks too, and its errors are raised likewise."""
         if self._stage is not None:
             self._stage(update_info)
-            self._pause()
+            with self._lock:  # the trainer may have given this call up, and finished the update, meanwhile
+                if not self._started:
+                    raise StateError("the update is over; nobody was paused for it")
+                self._pause()
         self._client.update_weights(update_info)
 
     def finish_weight_update(self) -> None:
@@ -137,6 +143,8 @@ class PausingClient:
             TransportError: more than one step failed; the message has each error, the first one first.
             Exception: the only one that failed.
         """
+        with self._lock:
+            self._started = False
         _take_all(*self._to_wake_weights(), self._client.finish_weight_update, *self._to_run())
 
     def sleep(self) -> None:

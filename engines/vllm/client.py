@@ -114,28 +114,28 @@ class VllmClient(HttpClient):
         self.finish_weight_update()
 
     def stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Have every rank stage an update while it generates; blocks until all that need it have, or one cannot.
+        """Have every rank stage an update while it generates; blocks until none can go on without writing.
 
-        `update_weights` with the same `update_info` must follow, or what is staged is given up after 60 s. Servers that
-        pull do so each by itself; one with a rank that cannot is left at its version as a whole.
+        `update_weights` with the same `update_info` must follow within `update_timeout_s`, or what is staged is given
+        up. Servers that pull do so each by itself; one with a rank that cannot is left at its version as a whole.
 
         Raises:
-            TransportError: as `call`; of servers that pull, none: `update_weights` then says who failed.
+            TransportError: as `call`. Of servers that pull one that could not be told, and nothing was written; all
+                else is then found by `update_weights`.
         """
         nonce, pulls = secrets.token_hex(8), "pull" in update_info
+        patience_s = self._update_timeout_s
         with suppress(*(TransportError,) if pulls else ()):
-            self._send(self._to_ranks("deltacast_stage", nonce, update_info))
-        deadline, (pause_s, most_s) = Deadline(self._update_timeout_s), _STAGING_POLL_S
+            self._send(self._to_ranks("deltacast_stage", nonce, update_info, patience_s))
+        deadline, (pause_s, most_s) = Deadline(patience_s), _STAGING_POLL_S
         statuses = [_status_of(answer, nonce) for answer in self.answers]
-        while not _is_staged(statuses, wait_for_all=pulls):
-            time.sleep(min(pause_s, deadline.left_s("the workers, which stage an update,")))
+        while any("receiving" in status.staging for status in statuses) and deadline.remaining_s > 0:
+            time.sleep(pause_s)
             pause_s = min(2 * pause_s, most_s)
             statuses = list(self.status())
-        for status in statuses:
-            if pulls and _has_failed(status) and "staged" in status.staging:
-                call_off = self._to_ranks("deltacast_call_off", nonce, "another rank of this server cannot take part")
-                with suppress(TransportError):
-                    self._send(call_off, [status.server])
+        left_out = [status.server for status in statuses if pulls and _has_failed(status)]
+        if left_out:
+            self._send(self._to_ranks("deltacast_call_off", nonce, "another rank of this server cannot"), left_out)
 
     def finish_weight_update(self) -> None:
         """See `Client`; labels what is held and resets caches. Errors as `call`."""
@@ -219,14 +219,6 @@ def _by_version(statuses: Iterable[ServerStatus]) -> dict[int | None, list[str]]
     for status in statuses:
         servers.setdefault(status.version, []).append(status.server)
     return servers
-
-
-def _is_staged(statuses: Iterable[ServerStatus], *, wait_for_all: bool) -> bool:
-    """Whether no server can be waited for: all have staged what they can, or one is out, so that others may wait."""
-    states = [status.staging for status in statuses]
-    if not wait_for_all and any("over" in state for state in states):
-        return True
-    return not any("receiving" in state for state in states)
 
 
 def _has_failed(status: ServerStatus) -> bool:

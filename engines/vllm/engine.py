@@ -178,19 +178,20 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's run and catch up to its version. Blocks; an error is kept."""
-        self._staging.forget("a new handshake")
+        self._leave_staging("a new handshake")
         self._keep_error(lambda: self._worker.init_transfer_engine(init_info.values))
 
     def start_weight_update(self) -> None:
         """Nothing: a module is opened for loading when it is known to have changed."""
 
-    def stage(self, values: Mapping[str, Any]) -> None:
-        """Begin what `receive_weights` is then to end (`Staging`), while this rank serves. Does not block.
+    def stage(self, values: Mapping[str, Any], patience_s: float) -> None:
+        """Begin what `receive_weights` is then to end, while this rank serves; see `Staging`. Does not block.
 
         Args:
             values: as of the update info.
+            patience_s: until it is given up.
         """
-        self._staging.stage(values)
+        self._staging.stage(values, patience_s)
 
     def call_off(self, reason: str) -> None:
         """Have an update that is staged not be written when `receive_weights` comes for it. Blocks until it is sure."""
@@ -198,26 +199,40 @@ class DeltacastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: igno
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Answer the trainer until its `send_weights` is over. Blocks; an error is kept."""
-        self._synchronize()  # vLLM may still run with the old weights, on a stream that other threads' do not wait for
         self._staging.receive(update_info.values)
-        self._synchronize()
 
     def finish_weight_update(self) -> None:
         """Nothing: what was decided was done."""
 
     def shutdown(self) -> None:
         """Leave the trainer; may be called twice. The model keeps its weights."""
-        self._staging.forget("the server shuts down")
+        self._leave_staging("the server shuts down")
         self._worker.shutdown()
 
     def _receive(self, values: Mapping[str, Any], before_write: Callable[[], object] | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread
-        self._keep_error(lambda: self._worker.receive_weights(values, before_write=before_write))
+        """Do a call; one that is staged, on its thread."""
+        on_gpu = self.device.type == "cuda"
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        def ask() -> None:
+            assert before_write is not None
+            before_write()
+            if on_gpu:  # vLLM may still run with the old weights, on a stream that this thread's do not wait for
+                torch.cuda.synchronize(self.device)
+
+        def call() -> None:
+            if on_gpu:
+                torch.cuda.set_device(self.device)  # is of a thread
+            self._worker.receive_weights(values, before_write=None if before_write is None else ask)
+            if on_gpu:
+                torch.cuda.synchronize(self.device)
+
+        self._keep_error(call)
+
+    def _leave_staging(self, reason: str) -> None:
+        """Have nothing staged, without waiting for a trainer that may be gone."""
+        if self._staging.state in ("receiving", "staged"):
+            self._worker.interrupt()
+        self._staging.forget(reason)
 
     def _keep_error(self, call: Callable[[], object]) -> None:
         try:

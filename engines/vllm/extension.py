@@ -32,17 +32,18 @@ class DeltacastExtension:
             return {"nonce": nonce, "serves": False, "version": None, "error": _OTHER_BACKEND}
         return {"nonce": nonce, **status.as_dict()}
 
-    def deltacast_stage(self, nonce: str, update_info: dict[str, Any]) -> dict[str, Any]:
+    def deltacast_stage(self, nonce: str, update_info: dict[str, Any], patience_s: float) -> dict[str, Any]:
         """Begin an update while this worker serves (`DeltacastEngine.stage`); never raises either.
 
         Args:
             nonce: as in `deltacast_status`.
             update_info: what `update_weights` is then called with, to write what is staged.
+            patience_s: until that is given up.
 
         Returns:
             As `deltacast_status`, whose `staging` says how far it is.
         """
-        return self._deltacast_call(nonce, lambda engine: engine.stage(update_info))
+        return self._deltacast_call(nonce, lambda engine: engine.stage(update_info, patience_s))
 
     def deltacast_call_off(self, nonce: str, reason: str) -> dict[str, Any]:
         """Have this worker not write what it has staged; else as `deltacast_stage`."""

@@ -257,6 +257,9 @@ class ReloadWorker(ServingWorker):
         """See `ServingWorker`; and whether the running model has followed."""
         return super().serves and not self._runtime.is_behind(self._state)
 
+    def _model_is_behind(self) -> bool:
+        return self._runtime.is_behind(self._state)
+
     def init_transfer_engine(self, init_info: WorkerInitInfo | Mapping[str, Any]) -> None:
         """See `WorkerEngine`. What the running model does not hold of these weights is reloaded first."""
         self.audit_runtime()

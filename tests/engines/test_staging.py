@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from deltacast.delta.errors import RoundAbortedError, TransportError
+from deltacast.delta.errors import DeadlineError, RoundAbortedError, StateError, TransportError
 from deltacast.engines.base import ServingStatus
 from deltacast.engines.clients import InProcessClient, PausingClient
 from deltacast.engines.sparse_nccl import SparseNcclTrainer, SparseNcclWorker
@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self, worker: SparseNcclWorker, module: Policy, patience_s: float) -> None:
         self.worker, self._module = worker, module
-        self.staging = Staging(self._receive, patience_s=patience_s)
+        self.staging, self.patience_s = Staging(self._receive), patience_s
         self.noted: list[tuple[str, dict[str, bytes]]] = []
         self.failing: set[str] = set()
         self.error = ""
@@ -64,7 +64,7 @@ class ServerClient(InProcessClient):
 
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         for server in self.servers:
-            server.staging.stage(update_info)
+            server.staging.stage(update_info, server.patience_s)
         for server in self.servers:
             assert server.staging.wait(20) != "receiving"
         self.call("staged")
@@ -185,3 +185,71 @@ def test_a_worker_that_is_not_connected_is_over_at_once() -> None:
         assert "not connected" in server.error
         server.staging.receive({"call": 1})
         assert server.staging.state == ""
+
+
+def test_a_call_that_the_trainer_has_given_up_pauses_nobody() -> None:
+    """Staging took longer than the trainer waits: it finished the update, after which nobody would resume."""
+    staging, over = threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    class Slow:
+        def call(self, verb: str, **_: Any) -> None:
+            calls.append(verb)
+
+        def start_weight_update(self) -> None:
+            calls.append("start")
+
+        def stage_weights(self, _: dict[str, Any]) -> None:
+            staging.set()
+            over.wait(20)
+
+        def update_weights(self, _: dict[str, Any]) -> None:
+            calls.append("update")
+
+        init_transfer_engine = update_weights
+
+        def finish_weight_update(self) -> None:
+            calls.append("finish")
+
+    client = PausingClient(Slow())
+    client.start_weight_update()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(client.update_weights, {})
+        assert staging.wait(20)
+        client.finish_weight_update()
+        over.set()
+        with pytest.raises(StateError, match="the update is over"):
+            late.result(20)
+    assert calls == ["start", "finish", "resume"]
+
+
+def test_a_staged_call_whose_trainer_is_silent_can_be_left() -> None:
+    """Nothing comes: the worker is interrupted, and is out of it at once, at its version."""
+    with setting() as (_, [server], _):
+        server.staging.stage({"call": 1})
+        server.worker.interrupt()
+        server.staging.forget("a new handshake")
+        assert "connection" in server.error
+        assert (server.worker.status.status, server.worker.status.version) == (ServingStatus.STALE, 0)
+
+
+def test_what_was_staged_and_given_up_is_done_from_its_beginning() -> None:
+    """By the call itself, when it comes late; one that was called off does nothing."""
+    begun: list[bool] = []
+
+    def receive(_: Mapping[str, Any], before_write: Callable[[], object] | None) -> None:
+        begun.append(before_write is not None)
+        if before_write is not None:
+            with suppress(DeadlineError, StateError):
+                before_write()
+
+    staging = Staging(receive)
+    staging.stage({"call": 1}, 0.05)
+    while staging.state != "over":
+        staging.wait(0.01)
+    staging.receive({"call": 1})
+    assert begun == [True, False]
+    staging.stage({"call": 2})
+    staging.call_off("another rank cannot")
+    staging.receive({"call": 2})
+    assert begun == [True, False, True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,17 @@ from deltacast.engines.base import ServingStatus
 from deltacast.engines.clients import InProcessClient
 from deltacast.engines.sparse_nccl import SparseNcclWorker
 from engine_processes import Policy, weights_of
-from engine_setups import DEVICES, EVERY_WIRE, in_process, num_workers_on, placed, policy_on, serving, trainer_of
+from engine_setups import (
+    DEVICES,
+    EVERY_WIRE,
+    in_process,
+    num_workers_on,
+    placed,
+    policy_on,
+    serving,
+    trainer_of,
+    wait_for_connection,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,7 +36,7 @@ STAGED = [("container", True), ("raw", False), ("coded", False)]
 class AskingClient(InProcessClient):
     """Has each worker ask before it writes; keeps what each said in the end, report or error, in `said`."""
 
-    def __init__(self, workers: list[SparseNcclWorker], *before_write: Callable[[], object] | None) -> None:
+    def __init__(self, workers: Sequence[SparseNcclWorker], *before_write: Callable[[], object] | None) -> None:
         super().__init__(workers)
         self._calls = list(zip(workers, before_write, strict=True))
         self.said: list[Any] = []
@@ -193,3 +203,87 @@ def test_a_call_of_two_rounds_asks_once() -> None:
             assert report.num_verified == 2
     assert asked == [1]
     assert [weights_of(module) for module in served] == [weights_of(policy)] * 2
+
+
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_a_refusal_holds_for_every_round_of_the_call(wire: str) -> None:
+    """Another worker is damaged and repaired, so that the call has a second round: that is voted against as well."""
+    policy, served = Policy(0), [Policy(0), Policy(0)]
+    before = weights_of(policy)
+
+    def refuse() -> None:
+        raise RuntimeError("still generating")
+
+    with in_process(*served) as (workers, _):
+        client = AskingClient(workers, None, refuse)
+        with trainer_of(policy, client, 2, wire=wire, audit="full") as trainer:
+            policy.step(0)
+            served[0].get_buffer("bias")[3] += 1.0
+            with pytest.raises(RoundAbortedError, match="still generating"):
+                trainer.send_weights()
+            assert weights_of(served[1]) == before
+            assert (workers[1].status.status, workers[1].status.version) == (ServingStatus.SERVING, 0)
+
+
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_leave_that_comes_late_costs_nobody_its_place(wire: str) -> None:
+    """The vote against is heard in time: the workers stay in the run, and the next call goes on."""
+    policy, served = Policy(0), [Policy(0), Policy(0)]
+    over = threading.Event()
+    waits: list[Callable[[], object]] = [lambda: over.wait(30)]
+    with in_process(*served) as (workers, _):
+        client = AskingClient(workers, lambda: waits.pop()() if waits else None, None)
+        with trainer_of(policy, client, 2, wire=wire, timeout_s=3.0) as trainer:
+            policy.step(0)
+            with pytest.raises(RoundAbortedError, match="no leave to write"):
+                trainer.send_weights()
+            assert len(trainer.worker_names) == 2
+            report = trainer.send_weights()
+            assert (report.num_verified, report.evicted) == (2, ())
+        over.set()
+
+
+@pytest.mark.parametrize("wire", EVERY_WIRE)
+def test_what_is_made_from_weights_is_left_alone_where_nothing_was_written(wire: str) -> None:
+    """It is read still, when a round ends before leave was given."""
+    made: list[object] = []
+
+    class Making(SparseNcclWorker):
+        def _weights_written(self, payload: Any) -> None:
+            made.append(payload)
+
+    def refuse() -> None:
+        raise RuntimeError("still generating")
+
+    policy, served = Policy(0), Policy(0)
+    with serving(Making, served) as (workers, _):
+        client = AskingClient(workers, refuse)
+        with trainer_of(policy, client, 1, wire=wire) as trainer:
+            made.clear()
+            policy.step(0)
+            with pytest.raises(RoundAbortedError, match="still generating"):
+                trainer.send_weights()
+            assert made == []
+
+
+def test_a_worker_that_only_lets_a_seed_pass_needs_no_leave_for_it() -> None:
+    """It refuses the update, and stays in the run; so does the worker that came."""
+    policy, served, late = Policy(0), Policy(0), Policy(7)
+    refusals = [RuntimeError("still generating")]
+
+    def ask() -> None:
+        if refusals:
+            raise refusals.pop()
+
+    with in_process(served, late) as (workers, _), trainer_of(policy, AskingClient(workers[:1], ask), 1) as trainer:
+        joining = threading.Thread(target=lambda: workers[1].init_transfer_engine(trainer.worker_init_info))
+        joining.start()
+        wait_for_connection(trainer)
+        policy.step(0)
+        with pytest.raises(RoundAbortedError, match="still generating"):
+            trainer.send_weights()
+        assert len(trainer.worker_names) == 2
+        trainer._client = AskingClient(workers, None, None)
+        joining.join(20)
+        assert trainer.send_weights().num_verified == 2
+        assert [weights_of(served), weights_of(late)] == [weights_of(policy)] * 2

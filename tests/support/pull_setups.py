@@ -58,8 +58,8 @@ class DyingPullWorker(PullingWorker):
         if step == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _held(self, store: VersionStore, request: PullRequest) -> int | None:
-        held = super()._held(store, request)
+    def _held(self, store: VersionStore, request: PullRequest, before_write: Any) -> int | None:
+        held = super()._held(store, request, before_write)
         self._maybe_die("fetching")
         return held
 

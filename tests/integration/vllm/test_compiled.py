@@ -1,7 +1,7 @@
 """A model that vLLM compiles: nothing of the weights that it was compiled with stays in the code.
 
-To be run in a process in which few engines were before: after many, on CPUs, two fresh engines that vLLM compiles for one
-checkpoint differ in the last digits, without deltacast.
+To be run in a process in which few engines were before: after many, on CPUs, two fresh engines that vLLM compiles for
+one checkpoint differ in the last digits, without deltacast.
 """
 
 # pyright: reportMissingImports=false
