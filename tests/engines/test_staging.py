@@ -192,7 +192,7 @@ def test_a_call_that_the_trainer_has_given_up_pauses_nobody() -> None:
     staging, over = threading.Event(), threading.Event()
     calls: list[str] = []
 
-    class Slow:
+    class Slow(InProcessClient):
         def call(self, verb: str, **_: Any) -> None:
             calls.append(verb)
 
@@ -203,15 +203,10 @@ def test_a_call_that_the_trainer_has_given_up_pauses_nobody() -> None:
             staging.set()
             over.wait(20)
 
-        def update_weights(self, _: dict[str, Any]) -> None:
-            calls.append("update")
-
-        init_transfer_engine = update_weights
-
         def finish_weight_update(self) -> None:
             calls.append("finish")
 
-    client = PausingClient(Slow())
+    client = PausingClient(Slow([]))
     client.start_weight_update()
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(client.update_weights, {})
