@@ -120,14 +120,16 @@ class VllmClient(HttpClient):
         up. Servers that pull do so each by itself; one with a rank that cannot is left at its version as a whole.
 
         Raises:
-            TransportError: as `call`. Of servers that pull one that could not be told, and nothing was written; all
-                else is then found by `update_weights`.
+            TransportError: as `call`; nothing was written. Of servers that pull, only one that could not be told to
+                leave its version alone; what else went wrong `update_weights` finds.
         """
         nonce, pulls = secrets.token_hex(8), "pull" in update_info
-        patience_s = self._update_timeout_s
-        with suppress(*(TransportError,) if pulls else ()):
-            self._send(self._to_ranks("deltacast_stage", nonce, update_info, patience_s))
-        deadline, (pause_s, most_s) = Deadline(patience_s), _STAGING_POLL_S
+        try:
+            self._send(self._to_ranks("deltacast_stage", nonce, update_info, self._update_timeout_s))
+        except TransportError:
+            if not pulls:
+                raise
+        deadline, (pause_s, most_s) = Deadline(self._update_timeout_s), _STAGING_POLL_S
         statuses = [_status_of(answer, nonce) for answer in self.answers]
         while any("receiving" in status.staging for status in statuses) and deadline.remaining_s > 0:
             time.sleep(pause_s)
