@@ -7,7 +7,9 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -41,12 +43,15 @@ def quick_ranks() -> Iterator[None]:
     ):
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM's default wants a NUMA node for each rank
         patch.setenv("VLLM_RPC_BASE_PATH", folder)
+        server: Any = forkserver._forkserver
+        server._stop()  # whoever is forked has the environment that it was started in
         patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
         patch.setattr(multiproc_executor, "get_file_store_init_method", lambda: f"file://{folder}/{uuid4().hex}")
         yield
         for meeting in Path(folder).iterdir():
             for left in Path("/dev/shm").glob(f"{meeting.name}*"):
                 left.unlink()
+        server._stop()
 
 
 @pytest.mark.parametrize("strategy", ["shards"] if ON_GPU else EXTENSIONS)
