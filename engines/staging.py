@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from deltacast.delta.errors import DeadlineError, StateError
 
@@ -20,8 +20,6 @@ __all__ = ["ReceiveCall", "Staging", "StagingState"]
 StagingState: TypeAlias = Literal["", "receiving", "staged", "over"]
 ReceiveCall: TypeAlias = Callable[[Mapping[str, Any], Callable[[], object] | None], object]
 """A worker's `receive_weights(update_info, before_write)`, its errors kept by itself."""
-
-_PATIENCE_S: Final = 60.0
 
 
 class Staging:
@@ -40,7 +38,7 @@ class Staging:
         """`staged`: nothing is left but what writes; `over`: the call has ended without that; empty: there is none."""
         return "" if self._call is None else self._call.state
 
-    def stage(self, update_info: Mapping[str, Any], patience_s: float = _PATIENCE_S) -> None:
+    def stage(self, update_info: Mapping[str, Any], patience_s: float) -> None:
         """Begin a call, and leave it before its first write. Does not block, but for another one that it calls off.
 
         Args:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -492,11 +492,11 @@ class RoundWorker(WorkerEngine):
         A worker that will not write in this round asks too: who gives leave may wait until all have asked. It waits for
         less than the trainer does, which is to hear its vote.
         """
-        given, drains = True, current.payload is not None and current.payload.drains
-        with (
-            suppress(Exception) if drains else _noting_errors(current, self._state)
-        ):  # a refusal holds for later rounds
+        error, given = current.error, True
+        with _noting_errors(current, self._state):
             given = self._leave.wait(self._connected(), info.timeout_s / 2)
+        if current.payload is not None and current.payload.drains:
+            current.error = error  # nothing of it is written here; a refusal holds for the rounds after this one
         return None if given else self._await_decision(current.propose.key, Deadline(info.timeout_s))
 
     def _asks_first(self, propose: Propose) -> bool:

@@ -32,7 +32,7 @@ from deltacast.engines.pulling import PullingWorker, PullSettings
 from deltacast.store.version_store import VersionStore
 from engine_processes import Policy, WorkerError, weights_of
 from engine_setups import RUN, num_descriptors
-from pull_setups import publish, pull, pull_processes, worker_of
+from pull_setups import BreakingWorker, publish, pull, pull_processes, worker_of
 from store_setups import KEY
 
 pytestmark = pytest.mark.timeout(120)
@@ -328,15 +328,23 @@ def leave_only_a_snapshot(store: VersionStore) -> None:
 WAYS: dict[str, Callable[[VersionStore], None]] = {"updates": lambda _: None, "a snapshot": leave_only_a_snapshot}
 
 
+def at_version_1(
+    store: VersionStore, way: str, device: str, folder: Path
+) -> tuple[list[dict[str, bytes]], Policy, BreakingWorker]:
+    """Publish all versions, have a worker get the first, and leave one way to the last."""
+    weights, policy = publish(store, STEPS), Policy(0).to(device)
+    worker = worker_of(policy, store, settings={"folder": str(folder)}, device=device)
+    worker.receive_weights(pull(store, 1))
+    WAYS[way](store)
+    return weights, policy, worker
+
+
 @DEVICES
 @pytest.mark.parametrize("way", WAYS)
 def test_what_fails_after_the_writing_is_undone(store: VersionStore, way: str, device: str, tmp_path: Path) -> None:
     """All of the way: every bit is the old version's again, which is served; the next call gets there."""
-    weights, policy = publish(store, STEPS), Policy(0).to(device)
-    worker = worker_of(policy, store, settings={"folder": str(tmp_path)}, device=device)
-    worker.receive_weights(pull(store, 1))
+    weights, policy, worker = at_version_1(store, way, device, tmp_path)
     before = worker.status
-    WAYS[way](store)
     worker.times = 1
     with pytest.raises(RuntimeError, match="out of memory"):
         worker.receive_weights(pull(store, STEPS))
@@ -353,10 +361,7 @@ def test_what_fails_after_the_writing_is_undone(store: VersionStore, way: str, d
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_written_before_leave_is_given(store: VersionStore, way: str, device: str, tmp_path: Path) -> None:
     """Until then the old version is there and served, with all fetched; without leave it stays, and no file is left."""
-    weights, policy = publish(store, STEPS), Policy(0).to(device)
-    worker = worker_of(policy, store, settings={"folder": str(tmp_path)}, device=device)
-    worker.receive_weights(pull(store, 1))
-    WAYS[way](store)
+    weights, policy, worker = at_version_1(store, way, device, tmp_path)
     seen: list[object] = []
 
     def refuse() -> None:

@@ -156,7 +156,14 @@ class Absent(ServerClient):
         super().update_weights(update_info)
 
 
-@pytest.mark.parametrize("what", ["call_off", "stage", "receive"])
+OTHERS: dict[str, Callable[[Staging, dict[str, Any]], None]] = {
+    "call_off": lambda staging, _: staging.call_off("enough"),
+    "stage": lambda staging, other: staging.stage(other, 30.0),
+    "receive": lambda staging, other: staging.receive(other),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
 def test_what_is_staged_can_be_called_off(what: str) -> None:
     """By name, or by another call; the worker is out of it when that returns, and the reason is its vote."""
     with setting(wire="container") as (policy, [server], trainer):
@@ -164,7 +171,7 @@ def test_what_is_staged_can_be_called_off(what: str) -> None:
         class Meddling(ServerClient):
             def stage_weights(self, update_info: dict[str, Any]) -> None:
                 super().stage_weights(update_info)
-                getattr(server.staging, what)("enough" if what == "call_off" else update_info | {"other": True})
+                OTHERS[what](server.staging, update_info | {"other": True})
 
         trainer._client = PausingClient(Meddling(server))
         with pytest.raises(RoundAbortedError, match=r"called off: (enough|another update)"):
@@ -180,7 +187,7 @@ def test_a_worker_that_is_not_connected_is_over_at_once() -> None:
     module = Policy(0)
     with in_process(module) as (workers, _):
         server = Server(workers[0], module, 30.0)
-        server.staging.stage({"call": 1})
+        server.staging.stage({"call": 1}, server.patience_s)
         assert server.staging.wait(20) == "over"
         assert "not connected" in server.error
         server.staging.receive({"call": 1})
@@ -221,7 +228,7 @@ def test_a_call_that_the_trainer_has_given_up_pauses_nobody() -> None:
 def test_a_staged_call_whose_trainer_is_silent_can_be_left() -> None:
     """Nothing comes: the worker is interrupted, and is out of it at once, at its version."""
     with setting() as (_, [server], _):
-        server.staging.stage({"call": 1})
+        server.staging.stage({"call": 1}, server.patience_s)
         server.worker.interrupt()
         server.staging.forget("a new handshake")
         assert "connection" in server.error
@@ -240,11 +247,11 @@ def test_what_was_staged_and_given_up_is_done_from_its_beginning() -> None:
 
     staging = Staging(receive)
     staging.stage({"call": 1}, 0.05)
-    while staging.state != "over":
-        staging.wait(0.01)
+    assert staging._call is not None
+    staging._call._thread.join(20)
     staging.receive({"call": 1})
     assert begun == [True, False]
-    staging.stage({"call": 2})
+    staging.stage({"call": 2}, 30.0)
     staging.call_off("another rank cannot")
     staging.receive({"call": 2})
     assert begun == [True, False, True]
